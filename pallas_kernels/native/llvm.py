@@ -26,8 +26,10 @@ LONG_LANES = 16
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
 EXP2_LEAST = -125.0
-EXP2_TERMS = 0.05517166954, 0.24261112544, 0.69326098565, 0.99992807335
-"""Coefficients of 2ʳ for |r| ≤ ½, the highest power first: those whose largest relative error is least."""
+EXP2_TERMS = 1.5353362e-4, 1.3398875e-3, 9.6184369e-3, 5.5503324e-2, 0.24022648, 0.69314718, 1.0
+"""Coefficients of 2ʳ for |r| ≤ ½, the highest power first: with the last one 1, the largest relative error is least."""
+EXP2_TERMS_FOR_BF16 = 0.05517166954, 0.24261112544, 0.69326098565, 0.99992807335
+"""Fewer coefficients of 2ʳ, whose largest relative error is 8e-5: for results that become bfloat16."""
 FLUSH_DENORMALS = 0x8040
 """Bits of the control register MXCSR: results that are not normal become 0, and so do such operands."""
 EXP_LEAST = -87.0
@@ -135,19 +137,21 @@ class Code:
             rounded = build.trunc(build.lshr(rounded_bits, sixteen), bits16_type)
         self.store_vector(rounded, base, offset)
 
-    def prefetch(self, base: ir.Value, offset: ir.Value, element_type: ir.Type, count: int) -> None:
+    def prefetch(
+        self, base: ir.Value, offset: ir.Value, element_type: ir.Type, count: int, *, for_writing: bool = False
+    ) -> None:
         """Emit prefetches of `count` elements from element `offset` of `base` on into the processor's level-2 cache.
 
         It is not the level-1 cache, because the data in use fills that. One instruction is emitted per cache line of 64
         bytes: 32 elements of float32 take 2. Prefetching an unmapped address does not fault, so a caller may prefetch
-        beyond the end of an array.
+        beyond the end of an array. `for_writing` asks for lines that no other core holds.
         """
         start = self.build.bitcast(self.at(base, offset, element_type), POINTER)
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
-        # Arguments of the intrinsic: a read; locality 2 of 0 … 3, which is the level-2 cache; data, not instructions.
-        read_into_level_2 = I32(0), I32(2), I32(1)
+        # Arguments of the intrinsic: read or write; locality 2 of 0 … 3, which is the level-2 cache; data.
+        into_level_2 = I32(int(for_writing)), I32(2), I32(1)
         for num_bytes in range(0, count * SIZES[element_type], CACHE_LINE):
-            self.build.call(function, [self.build.gep(start, [I64(num_bytes)]), *read_into_level_2])
+            self.build.call(function, [self.build.gep(start, [I64(num_bytes)]), *into_level_2])
 
     def broadcast(self, value: ir.Value, lanes: int) -> ir.Value:
         """Return a vector that holds `value` in all lanes."""
@@ -307,18 +311,19 @@ class Code:
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))
         return build.fmul(series, build.bitcast(build.add(exponent, constant(bits_type, 127 << 23)), vector_type))
 
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """Return 2ˣ for each lane of x, float32 and at most 0, within 8e-5 of itself: for results that become bfloat16.
+    def exp2(self, x: ir.Value, terms: Sequence[float] = EXP2_TERMS) -> ir.Value:
+        """Return 2ˣ for each lane of x, float32 and at most 0, within 1 unit in the last place; 1 for 0.
 
-        An x below −125 counts as −125, so that the result is a normal number. See `exp` for the method.
+        An x below −125 counts as −125, so that the result is a normal number. See `exp` for the method. `terms` are the
+        coefficients of 2ʳ.
         """
         build, vector_type = self.build, x.type
         x = self.maximum(constant(vector_type, EXP2_LEAST), x)  # A NaN stays.
         rounder = constant(vector_type, ROUNDER)
         shifted = build.fadd(x, rounder)
         remainder = build.fsub(x, build.fsub(shifted, rounder))
-        series = constant(vector_type, EXP2_TERMS[0])
-        for term in EXP2_TERMS[1:]:
+        series = constant(vector_type, terms[0])
+        for term in terms[1:]:
             series = self.add_product(series, remainder, constant(vector_type, term))
         bits_type = ir.VectorType(I32, vector_type.count)
         exponent = build.shl(build.bitcast(shifted, bits_type), constant(bits_type, 23))

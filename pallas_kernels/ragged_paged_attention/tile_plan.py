@@ -21,6 +21,8 @@ import numpy as np
 
 from .interface import Backend, PlanRows
 
+LEAST_TILE = 16
+"""Queries of a full query tile at least, unless `tile_q` is less."""
 MAX_PREFIXES = 8
 """Sets of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
 
@@ -51,13 +53,23 @@ class TilePlanner:
     """Writes and reads plans."""
 
     tile_q: int
-    """Queries of a query tile."""
+    """Queries of a query tile at most."""
     shared_rows: int
     """Rows of a shared tile."""
     is_sharing: bool
     """Whether rows with the same first pages are looked for."""
     min_saved_tokens: int
     """Tokens that a set of rows must be spared reading to become shared tiles."""
+    min_tiles: int = 1
+    """Full query tiles of one row that a step has room for, however few its tokens: threads share these."""
+
+    def tile_len(self, num_tokens: int) -> int:
+        """Return the queries of a query tile in a step that is padded to that many tokens.
+
+        With `tile_q` 64 and 8 tiles, these are 64 in steps of 512 tokens, 32 in those of 256, and 16 in those of 128
+        and less (`LEAST_TILE`).
+        """
+        return min(self.tile_q, max(LEAST_TILE, num_tokens // self.min_tiles))
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the length of the plan of a step that is padded to that many tokens and rows."""
@@ -95,23 +107,24 @@ class TilePlanner:
         A tile takes 3 numbers. The numbers of tiles are upper bounds: each prefill row may end in a query tile that is
         not full, and each of at most `MAX_PREFIXES` = 8 sets of rows in a shared tile that is not full.
         """
-        num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
+        num_query_tiles = 0 if decodes_only else num_tokens // self.tile_len(num_tokens) + num_rows
         num_shared_tiles = MAX_PREFIXES + num_rows // min(self.shared_rows, num_rows)
         return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
-        """Cut the prefill rows, which follow the decode rows of one token each, into tiles of at most `tile_q` tokens.
+        """Cut the prefill rows, which follow the decode rows of one token each, into tiles of `tile_len` tokens.
 
         The tiles are the first columns of `out.query_tiles`, [3, tiles], and their number goes to
-        `out.num_query_tiles`. With one decode row, then rows of 20 and 3 tokens and `tile_q` 16, the tiles (row, first
+        `out.num_query_tiles`. With one decode row, then rows of 20 and 3 tokens and tiles of 16, the tiles (row, first
         token of the step, number of tokens) are (1, 1, 16), (1, 17, 4) and (2, 21, 3).
         """
+        tile_len = self.tile_len(rows.padded_tokens)
         num_tiles, begin = 0, rows.num_decode_rows  # Decode rows have one token each; prefill tokens follow.
         tile_rows, first_tokens, lens = out.query_tiles
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             end = begin + int(rows.query_lens[row])
-            for first_token in range(begin, end, self.tile_q):
-                num_queries = min(self.tile_q, end - first_token)
+            for first_token in range(begin, end, tile_len):
+                num_queries = min(tile_len, end - first_token)
                 tile_rows[num_tiles], first_tokens[num_tiles], lens[num_tiles] = row, first_token, num_queries
                 num_tiles += 1
             begin = end

@@ -16,7 +16,6 @@ finite values: a later token's value has weight 0 for the earlier tokens of its 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -79,18 +78,16 @@ def attend_tiles(
         group_size=group_size,
         head_size=head_size,
         page_size=pages.page_size,
-        scale=float(pages.options.scale),
+        scale=float(pages.options.scale) * LOG2_E,  # Scores are in units of ln 2, so that weights are powers of two.
         window=pages.options.window,
-        soft_cap=pages.options.soft_cap,
+        soft_cap=pages.options.soft_cap and pages.options.soft_cap * LOG2_E,
         has_sinks=sinks is not None,
         max_tokens=max_tokens,
         has_avx512=host_has_avx512(),
         has_avx512_bf16=host_has("avx512bf16"),
         has_amx=has_amx_unit(),
     )
-    if TiledQueries.takes(shape):  # The matrix unit's scores are in units of ln 2.
-        shape = replace(shape, scale=shape.scale * LOG2_E)
-        sinks = None if sinks is None else sinks * LOG2_E
+    sinks = None if sinks is None else sinks * LOG2_E
     arrays = [q.astype(jnp.float32), pages.keys, pages.values, tables, positions, pages.first_page[None]]
     # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles. All decode rows count
     # here, but the own tile of a row in a shared tile is empty: `num_shared_pages` [R] is above 0 for such a row.
@@ -134,6 +131,7 @@ class TileArguments(NamedTuple):
     """Tiles that `query_tiles` and `shared_tiles` have room for: the distance from one field to the next."""
     num_shared_tiles: ir.Value
     num_decode_rows: ir.Value
+    num_query_tiles: ir.Value
     first_page: ir.Value
     """Index of the layer's page 0 among the pages of all layers."""
     num_threads: ir.Value
@@ -190,6 +188,7 @@ def _attend_handler(shape: Shape) -> str:
             max_shared_tiles=shared_tiles.size(1),
             num_shared_tiles=num_shared_tiles,
             num_decode_rows=num_decode_rows,
+            num_query_tiles=num_query_tiles,
             out=out.data,
             first_page=code.load_index(first_page.data, 0),
             num_threads=call.num_threads,
@@ -200,7 +199,15 @@ def _attend_handler(shape: Shape) -> str:
         """Emit the attention of one tile and KV head: its joint pages, then in a shared tile each row's other pages."""
         given = TileArguments(*arguments)
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
-        tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
+        # All query tiles of a KV head follow each other: its keys and values may be in the level-2 cache by then.
+        first_query_tile = add(given.num_shared_tiles, given.num_decode_rows)
+        query_unit = sub(unit, mul(first_query_tile, I64(num_kv_heads)))
+        is_query_tile = build.icmp_signed(">=", query_unit, I64(0))
+        num_query_tiles = code.max(given.num_query_tiles, I64(1))
+        query_tile = build.srem(query_unit, num_query_tiles)
+        tile = build.select(is_query_tile, add(first_query_tile, query_tile), build.sdiv(unit, I64(num_kv_heads)))
+        head_of_query_tile = build.sdiv(query_unit, num_query_tiles)
+        head = build.select(is_query_tile, head_of_query_tile, build.srem(unit, I64(num_kv_heads)))
         queries_class = TiledQueries if TiledQueries.takes(shape) else VectorQueries
         queries = queries_class(code, shape, keys=given.keys, values=given.values)
 
@@ -208,13 +215,12 @@ def _attend_handler(shape: Shape) -> str:
         is_shared = build.icmp_signed("<", tile, given.num_shared_tiles)
         decode_row = sub(tile, given.num_shared_tiles)
         is_decode = build.and_(build.not_(is_shared), build.icmp_signed("<", decode_row, given.num_decode_rows))
-        query_tile = sub(decode_row, given.num_decode_rows)
 
         def tile_field(array: ir.Value, max_tiles: ir.Value, field: int, index: ir.Value) -> ir.Value:
             return code.load_index(array, add(mul(I64(field), max_tiles), index))
 
         # To avoid branches, a tile reads the fields of all three types: those of the other two types at index 0.
-        query_tile_index = build.select(build.or_(is_shared, is_decode), I64(0), query_tile)
+        query_tile_index = build.select(is_query_tile, query_tile, I64(0))
         shared_index = build.select(is_shared, tile, I64(0))
         decode_index = build.select(is_decode, decode_row, I64(0))
         row, first_token, num_queries = (
@@ -239,6 +245,7 @@ def _attend_handler(shape: Shape) -> str:
             token = build.select(is_shared, member, build.select(is_decode, decode_row, add(first_token, i)))
             row_of_token = build.select(is_shared, member, build.select(is_decode, decode_row, row))
             queries.set_token(i, token, row_of_token, given.positions)
+            queries.prefetch(i, head, given.queries, given.out)
             queries.start(i, head, given.queries, given.sinks, given.scales)
 
         code.loop(0, num_tokens, start_token)
@@ -256,10 +263,16 @@ def _attend_handler(shape: Shape) -> str:
             """
             row = queries.row(begin_token)
 
+            def page_ahead(end: ir.Value, entry: ir.Value) -> ir.Value:
+                """Return a page of this row one block further on; for a token alone, one of the row ahead."""
+                entry_ahead = code.min(add(entry, I64(pages_per_block)), sub(end, I64(1)))
+                is_alone = build.icmp_signed("==", num_tokens, I64(1))
+                return page_of(build.select(is_alone, row_ahead, row), build.select(is_alone, entry, entry_ahead))
+
             def attend_one_block(block: ir.Value) -> None:
                 begin_entry = code.max(mul(block, I64(pages_per_block)), begin)
                 end_entry = code.min(mul(add(block, I64(1)), I64(pages_per_block)), end)
-                pages = PageBlock(begin_entry, end_entry, end, partial(page_of, row), partial(page_of, row_ahead))
+                pages = PageBlock(begin_entry, end_entry, end, partial(page_of, row), partial(page_ahead, end))
                 queries.attend_block(begin_token, end_token, pages)
 
             # Blocks begin at multiples of their size, whatever the tile, so that a token's sums are the same.

@@ -23,8 +23,13 @@ from ...native.processor import cpu_features, processor
 from ...native.registry import name_functions_for_perf, register_kept, registered
 from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs, Pages, Tuned
 from ..kv_scales import QUANTIZED_DTYPES
-from ..tile_plan import TiledBackend, TilePlanner
+from ..tile_plan import LEAST_TILE, TiledBackend, TilePlanner
 from .page_shapes import BYTE_DTYPES, PACKED_BF16, pages_shapes
+
+MAX_TILE_ELEMENTS = 1 << 15
+"""Elements of a tile's queries for one KV head at most: they, their sums and their scores fit the level-2 cache."""
+MIN_TILES = 8
+"""Query tiles of a prompt at least, if each has 16 tokens: with fewer, some threads would have nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class NativeLayout(KVLayout):
 class NativeBackend(TiledBackend):
     """Attention by native code over tiles of queries. The fields are those of `TilePlanner`."""
 
-    tile_q: int = 16
+    tile_q: int = 64
     shared_rows: int = 8
     share_prefixes: bool = True
     min_saved_tokens: int = 2048
@@ -77,16 +82,16 @@ class NativeBackend(TiledBackend):
     @property
     def planner(self) -> TilePlanner:
         """Return the planner that writes and reads this backend's plans."""
-        return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
+        return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens, MIN_TILES)
 
     @classmethod
     def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: Tuned) -> NativeBackend:
         """Return the backend for one CPU device. Raise BackendUnavailableError if native code cannot run.
 
         It needs a single device, a little-endian processor of 64 bits, the version of XLA's custom-call interface that
-        the code was written for, and an LLVM that knows the processor; the error says what is missing. `shape`,
-        `deterministic` and `tuned` are not read: native code takes every shape, its results are the same bits in any
-        batch, and it has no tuned sizes.
+        the code was written for, and an LLVM that knows the processor; the error says what is missing. `shape` gives
+        the queries of a tile. `deterministic` and `tuned` are not read: results are the same bits in any batch, and
+        there are no tuned sizes.
         """
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
@@ -97,7 +102,7 @@ class NativeBackend(TiledBackend):
             cpu_features()  # Asks LLVM for the processor's features, which raises if LLVM cannot tell them.
         except Exception as error:  # LLVM raises many types of errors.
             raise BackendUnavailableError(str(error)) from error
-        return cls()
+        return cls(tile_q=_tile_q_of(shape))
 
     @classmethod
     def hardware(cls, device: Any) -> str:
@@ -171,3 +176,13 @@ class NativeBackend(TiledBackend):
             scales=inputs.kv_scales,
         )
         return out.reshape(q.shape).astype(q.dtype), (layer.keys, layer.values)
+
+
+def _tile_q_of(shape: AttentionShape) -> int:
+    """Return the largest number of queries of a tile: 64, or 32 or 16 where a KV head has many or large query heads.
+
+    Each tile reads all keys and values of its row, which are in the level-2 cache for a short prompt alone. 9/3 heads
+    of 64 and 32/8 heads of 128 give 64, and 64/8 heads of 128 give 32.
+    """
+    elements_per_token = shape.num_heads // shape.num_kv_heads * shape.head_size
+    return next((tile_q for tile_q in (64, 32) if tile_q * elements_per_token <= MAX_TILE_ELEMENTS), LEAST_TILE)

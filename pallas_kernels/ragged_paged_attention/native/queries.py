@@ -10,17 +10,33 @@ maximum so far. Sums are float32. Pages of one byte a number are read without th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from ...native.llvm import F32, I8, I16, I32, I64, LONG_LANES, Code, constant, lanes_for
+from ...native.llvm import (
+    EXP2_TERMS,
+    EXP2_TERMS_FOR_BF16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LONG_LANES,
+    Code,
+    constant,
+    lanes_for,
+)
 from ..xla.softmax import INITIAL_MAX
 from .byte_pages import as_float32
 from .page_shapes import words_of
+
+TOKENS_AHEAD = 8
+"""Tokens whose queries are prefetched while others are copied."""
 
 
 class PageBlock(NamedTuple):
@@ -33,7 +49,7 @@ class PageBlock(NamedTuple):
     page_of: Callable[[ir.Value], ir.Value]
     """Table entry → the page's index among the pages of all layers and KV heads."""
     prefetched: Callable[[ir.Value], ir.Value]
-    """Table entry → a page that this thread will probably attend to when it is done with this row."""
+    """Table entry → a page that this thread will probably attend to after this block."""
 
 
 class SlotRange(NamedTuple):
@@ -126,9 +142,12 @@ class Queries(ABC):
         if shape.page_size % 2 and shape.is_bf16_packed:
             # The upper half of a query's last word of weights is never written, but is multiplied: it must be 0.
             code.loop(0, num_score_rows * self.weight_stride, lambda word: code.store(I32(0), self.weights, word))
-        self.running_max, self.weight_sums = (code.allocate(F32, shape.num_queries) for _ in range(2))
+        self.running_max = code.allocate(F32, num_queries)
+        self.weight_sums = code.allocate(F32, num_queries * self.slot_lanes)
+        """Each query's sum of weights, lane by lane: the lanes are added at the end."""
         # Of each token of the tile, see `set_token`.
-        self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
+        num_tokens = -(-num_queries // shape.group_size)
+        self.tokens, self.rows, self.lens = (code.allocate(I64, num_tokens) for _ in range(3))
 
     @property
     def pages_per_block(self) -> int:
@@ -149,17 +168,13 @@ class Queries(ABC):
     def attend_block(self, begin_token: ir.Value, end_token: ir.Value, block: PageBlock) -> None:
         """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to a block of pages of a KV head."""
 
-    def exp(self, x: ir.Value) -> ir.Value:
-        """Return the weight of a score x below the maximum, x ≤ 0, in the unit of scores."""
-        return self.code.exp(x)
+    def exp2(self, x: ir.Value) -> ir.Value:
+        """Return the weight of a score x below the maximum, x ≤ 0, as exactly as weights are stored."""
+        return self.code.exp2(x, EXP2_TERMS_FOR_BF16 if self.shape.is_bf16_packed else EXP2_TERMS)
 
-    def decay(self, x: ir.Value) -> ir.Value:
-        """Return the factor of earlier sums if the maximum has grown by −x."""
-        return self.code.exp(x)
-
+    @abstractmethod
     def num_allocated_queries(self) -> tuple[int, int]:
         """Return the number of queries that memory is allocated for, and of those whose scores are kept at once."""
-        return self.shape.num_queries, self.tokens_together * self.shape.group_size
 
     @abstractmethod
     def begin(self) -> None:
@@ -219,6 +234,18 @@ class Queries(ABC):
         index = self.code.build.add(head, I64(self.shape.num_kv_heads)) if of_values else head
         return self.code.broadcast(self.code.load(scales, index, F32), self.head_lanes)
 
+    def prefetch(self, i: ir.Value, head: ir.Value, q: ir.Value, out: ir.Value) -> None:
+        """Emit prefetches of the queries `TOKENS_AHEAD` tokens after token i, and of the outputs of token i.
+
+        The heads of a token are too short, and too far from those of the next one, for the processor to prefetch them.
+        """
+        code, build, shape = self.code, self.code.build, self.shape
+        num_values = shape.group_size * shape.head_size
+        first_value = build.mul(self.first_query_of_token(i, head), I64(shape.head_size))
+        value_ahead = build.add(first_value, I64(TOKENS_AHEAD * shape.num_kv_heads * num_values))
+        code.prefetch(q, value_ahead, F32, num_values)
+        code.prefetch(out, first_value, F32, num_values, for_writing=True)
+
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value, scales: ir.Value) -> None:
         """Emit code that copies the G queries of token i and KV head `head` into the tile, and starts their softmax.
 
@@ -236,7 +263,9 @@ class Queries(ABC):
             if shape.has_sinks:
                 initial_max = code.load(sinks, build.add(build.mul(head, I64(shape.group_size)), query_head), F32)
             code.store(initial_max, self.running_max, query)
-            code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.weight_sums, query)
+            # A sink's weight is 1, and in a single lane.
+            first_sum = [1.0 if shape.has_sinks and lane == 0 else 0.0 for lane in range(self.slot_lanes)]
+            self._store_weight_sum(ir.Constant(ir.VectorType(F32, self.slot_lanes), first_sum), query)
 
         code.loop(0, shape.group_size, start_query)
         first_source = self.first_query_of_token(i, head)
@@ -284,7 +313,7 @@ class Queries(ABC):
 
         def finish_query(query_head: ir.Value) -> None:
             """Write the output of one of the G queries. Without any key both sums are 0, so 0 is divided by 1."""
-            weight_sum = code.load(self.weight_sums, build.add(first_query, query_head), F32)
+            weight_sum = code.reduce(self._weight_sum(build.add(first_query, query_head)), build.fadd)
             is_empty = build.fcmp_ordered("==", weight_sum, constant(F32, 0.0))
             weight_sum = code.broadcast(build.select(is_empty, constant(F32, 1.0), weight_sum), self.head_lanes)
 
@@ -305,92 +334,97 @@ class Queries(ABC):
         """Return whether the processor has instructions for pairs of bfloat16, and vectors of `lanes` fit them."""
         return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
-    def update_softmax(self, query: ir.Value, score_row: ir.Value, block_start: ir.Value, end_slot: ir.Value) -> None:
-        """Emit one step of the online softmax for one query: turn a block's scores into weights, and update its state.
-
-        `query` is the query's index in the tile, `score_row` its row of scores and of weights, [rows, slots]. Scores
-        are capped first if the layer has a soft cap. weight[z] = exp(score[z] − new maximum) for slots z < `end_slot`,
-        and 0 for a slot that the query must not attend to; `block_start` is the position of slot 0. If the maximum has
-        grown, weight sum and value sums are multiplied by exp(old − new maximum). Then the weights are added to the
-        weight sum. The block's values are added by the caller. Scores are only masked if some slot must not be seen.
-        """
-        build = self.code.build
-        begin, visible_end = self.visible_slots(build.sdiv(query, I64(self.shape.group_size)), block_start)
-        starts_visible = build.icmp_signed("<=", begin, I64(0))
-        is_visible = build.and_(starts_visible, build.icmp_signed(">=", visible_end, end_slot))
-        with build.if_else(is_visible) as (all_visible, some_visible):
-            with all_visible:
-                self._update_query(query, score_row, end_slot, None)
-            with some_visible:
-                self._update_query(query, score_row, end_slot, SlotRange(begin, visible_end))
-
-    def _update_query(
-        self, query: ir.Value, score_row: ir.Value, end_slot: ir.Value, visible: SlotRange | None
+    def update_softmax(
+        self, queries: Sequence[ir.Value], score_rows: Sequence[ir.Value], block_start: ir.Value, end_slot: ir.Value
     ) -> None:
-        """Emit what `update_softmax` emits; slots out of `visible` are masked, and None masks none."""
-        code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
-        slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
-        row_scores = mul(score_row, I64(self.score_stride))
-        # Offset of the row of weights, in elements: a word of bfloat16 weights holds two.
-        row_weights = mul(score_row, I64(2 * self.weight_stride)) if shape.is_bf16_packed else row_scores
-        zeros = constant(ir.VectorType(F32, slot_lanes), 0.0)
-        lane_indices = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
-        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in visible or ()]
+        """Emit one step of the online softmax for some queries at once: a block's scores become weights.
 
-        def masked(values: ir.Value, slot: ir.Value, hidden: ir.Value) -> ir.Value:
-            """Return `values` of the slots from `slot` on, with `hidden` in place of those that are masked."""
-            if visible is None:
-                return values
-            element = add(lane_indices, code.broadcast(build.trunc(slot, I32), slot_lanes))
-            is_behind = build.icmp_signed(">=", element, bounds[0])
-            return build.select(build.and_(is_behind, build.icmp_signed("<", element, bounds[1])), values, hidden)
+        Query `queries[j]` of the tile has its scores and its weights, [rows, slots], in row `score_rows[j]`. Scores are
+        capped first if the layer has a soft cap. weight[z] = 2^(score[z] − new maximum) for slots z < `end_slot`, and
+        0 for a slot that the query must not attend to; `block_start` is the position of slot 0. If a maximum has grown,
+        weight sum and value sums of its query are multiplied by 2^(old − new maximum). Then the weights are added to
+        the weight sum. The block's values are added by the caller.
 
-        def load_scores(slot: ir.Value) -> ir.Value:
-            return code.load_vector(self.scores, add(row_scores, slot), F32, slot_lanes)
+        A maximum, a sum or an exponential waits for its own steps one after the other: those of several queries fill
+        these waits, and each query's are the same as alone. Scores are only masked from the first vector on that holds
+        a slot which some query must not see.
+        """
+        code, build, lanes = self.code, self.code.build, self.slot_lanes
+        tokens = (build.sdiv(query, I64(self.shape.group_size)) for query in queries)
+        visible = [self.visible_slots(token, block_start) for token in tokens]
+        begins, ends = zip(*visible, strict=True)
+        has_all_begun = build.icmp_signed("<=", reduce(code.max, begins), I64(0))
+        first_hidden = build.select(has_all_begun, code.max(reduce(code.min, ends, end_slot), I64(0)), I64(0))
+        rows = [ScoreRow(self, row, slots) for row, slots in zip(score_rows, visible, strict=True)]
+        with build.if_else(build.icmp_signed("==", first_hidden, end_slot)) as (all_visible, some_hidden):
+            with all_visible:
+                self._update_rows(queries, rows, end_slot, end_slot)
+            with some_hidden:
+                first_masked = build.sub(first_hidden, build.srem(first_hidden, I64(lanes)))
+                self._update_rows(queries, rows, first_masked, end_slot)
 
-        def update_max(slot: ir.Value, largest: ir.Value) -> list[ir.Value]:
-            score = load_scores(slot)
-            if shape.soft_cap is not None:
-                score = self.capped(score, shape.soft_cap)
-                code.store_vector(score, self.scores, add(row_scores, slot))
-            return [code.maximum(masked(score, slot, constant(zeros.type, INITIAL_MAX)), largest)]
+    def _update_rows(
+        self, queries: Sequence[ir.Value], rows: Sequence[ScoreRow], first_masked: ir.Value, end_slot: ir.Value
+    ) -> None:
+        """Emit what `update_softmax` emits; scores are masked from slot `first_masked` on, a multiple of a vector."""
+        code, build, lanes = self.code, self.code.build, self.slot_lanes
 
-        old_max = code.load(self.running_max, query, F32)
-        largest = code.loop(0, end_slot, update_max, step=slot_lanes, carried=[code.broadcast(old_max, slot_lanes)])
-        new_max = code.reduce(largest[0], code.maximum)
-        max_in_lanes = code.broadcast(new_max, slot_lanes)
+        def each_vector(step: Callable[..., ir.Value], carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
+            """Emit `step(row, slot, the row's value, has_mask)` for each vector of slots; return the last values."""
 
-        def add_weights(slot: ir.Value, block_sum: ir.Value) -> list[ir.Value]:
-            """Store the weights of a vector of slots, and return their sum with `block_sum`, lane by lane."""
-            weight = masked(self.exp(build.fsub(load_scores(slot), max_in_lanes)), slot, zeros)
-            element = add(row_weights, slot)
-            if shape.is_bf16_packed:
-                code.store_rounded(weight, self.weights, element, has_avx512_bf16=self._fills_avx512(slot_lanes))
-            else:
-                code.store_vector(weight, self.weights, element)
-            return [build.fadd(block_sum, weight)]
+            def each_row(slot: ir.Value, *values: ir.Value, has_mask: bool) -> list[ir.Value]:
+                return [step(row, slot, value, has_mask) for row, value in zip(rows, values, strict=True)]
 
-        block_sum = code.reduce(code.loop(0, end_slot, add_weights, step=slot_lanes, carried=[zeros])[0], build.fadd)
-        # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change. Lanes of `decay` are equal.
-        has_changed = build.fcmp_unordered("!=", old_max, new_max)
-        with build.if_then(has_changed):
-            decay = self.decay(code.broadcast(build.fsub(old_max, new_max), head_lanes))
-            old_sum = code.load(self.weight_sums, query, F32)
-            code.store(build.fmul(old_sum, build.extract_element(decay, I32(0))), self.weight_sums, query)
-            code.store(new_max, self.running_max, query)
-            first_sum = mul(query, I64(shape.head_size))
+            carried = code.loop(0, first_masked, partial(each_row, has_mask=False), step=lanes, carried=carried)
+            if first_masked is end_slot:
+                return carried
+            return code.loop(first_masked, end_slot, partial(each_row, has_mask=True), step=lanes, carried=carried)
 
-            def rescale(lane: ir.Value) -> None:
-                element = add(first_sum, lane)
-                rescaled = build.fmul(code.load_vector(self.value_sums, element, F32, head_lanes), decay)
-                code.store_vector(rescaled, self.value_sums, element)
+        old_maxima = [code.load(self.running_max, query, F32) for query in queries]
+        largest = each_vector(ScoreRow.update_max, [code.broadcast(old_max, lanes) for old_max in old_maxima])
+        new_maxima = [code.reduce(vector, code.maximum) for vector in largest]
+        for row, new_max in zip(rows, new_maxima, strict=True):
+            row.max_in_lanes = code.broadcast(new_max, lanes)
+        zeros = constant(ir.VectorType(F32, lanes), 0.0)
+        block_sums = each_vector(ScoreRow.add_weights, [zeros] * len(rows))
+        for query, old_max, new_max, block_sum in zip(queries, old_maxima, new_maxima, block_sums, strict=True):
+            # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change.
+            with build.if_then(build.fcmp_unordered("!=", old_max, new_max)):
+                self._rescale(query, old_max, new_max)
+            self._store_weight_sum(build.fadd(self._weight_sum(query), block_sum), query)
 
-            code.loop(0, shape.head_size, rescale, step=head_lanes)
-        code.store(build.fadd(code.load(self.weight_sums, query, F32), block_sum), self.weight_sums, query)
+    def _rescale(self, query: ir.Value, old_max: ir.Value, new_max: ir.Value) -> None:
+        """Emit the change of a query's maximum: its earlier sums are multiplied by 2^(old − new maximum)."""
+        code, build, lanes = self.code, self.code.build, self.head_lanes
+        # All lanes of `decay` are equal.
+        decay = code.exp2(code.broadcast(build.fsub(old_max, new_max), lanes))
+        decay_of_sum = code.broadcast(build.extract_element(decay, I32(0)), self.slot_lanes)
+        self._store_weight_sum(build.fmul(self._weight_sum(query), decay_of_sum), query)
+        code.store(new_max, self.running_max, query)
+        first_sum = build.mul(query, I64(self.shape.head_size))
 
-    def capped(self, scores: ir.Value, cap: float) -> ir.Value:
-        """Return scores with the soft cap, in the unit of `exp`."""
-        return self.code.soft_capped(scores, cap)
+        def rescale(lane: ir.Value) -> None:
+            element = build.add(first_sum, lane)
+            rescaled = build.fmul(code.load_vector(self.value_sums, element, F32, lanes), decay)
+            code.store_vector(rescaled, self.value_sums, element)
+
+        code.loop(0, self.shape.head_size, rescale, step=lanes)
+
+    def _weight_sum(self, query: ir.Value) -> ir.Value:
+        """Return a query's sum of weights, lane by lane."""
+        offset = self.code.build.mul(query, I64(self.slot_lanes))
+        return self.code.load_vector(self.weight_sums, offset, F32, self.slot_lanes)
+
+    def _store_weight_sum(self, weight_sum: ir.Value, query: ir.Value) -> None:
+        self.code.store_vector(weight_sum, self.weight_sums, self.code.build.mul(query, I64(self.slot_lanes)))
+
+    def store_weights(self, weights: ir.Value, element: ir.Value) -> None:
+        """Store a vector of weights in the type of pages, from the element at `element` on."""
+        if self.shape.is_bf16_packed:
+            has_rounding = self._fills_avx512(self.slot_lanes)
+            self.code.store_rounded(weights, self.weights, element, has_avx512_bf16=has_rounding)
+        else:
+            self.code.store_vector(weights, self.weights, element)
 
 
 def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
@@ -400,3 +434,53 @@ def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
     """
     lanes = lanes_for(size)
     return lanes, lanes * max(count for count in range(1, vectors_at_once + 1) if size // lanes % count == 0)
+
+
+class ScoreRow:
+    """A query's scores of a block of pages, and the weights that replace them; slots out of `visible` can be masked."""
+
+    max_in_lanes: ir.Value
+    """The maximum to which weights are relative, in all lanes."""
+
+    def __init__(self, queries: Queries, row: ir.Value, visible: SlotRange) -> None:
+        """Emit what all of the row's vectors share. `row` counts rows of scores."""
+        code, build, lanes = queries.code, queries.code.build, queries.slot_lanes
+        self._queries = queries
+        self._first_score = build.mul(row, I64(queries.score_stride))
+        # In elements: a word of bfloat16 weights holds two.
+        has_pairs = queries.shape.is_bf16_packed
+        self._first_weight = build.mul(row, I64(2 * queries.weight_stride)) if has_pairs else self._first_score
+        self._bounds = [code.broadcast(build.trunc(bound, I32), lanes) for bound in visible]
+
+    def update_max(self, slot: ir.Value, largest: ir.Value, has_mask: bool) -> ir.Value:
+        """Return the larger of `largest` and a vector of scores; with a soft cap these are capped, in memory too."""
+        queries, code = self._queries, self._queries.code
+        score = self._load(slot)
+        if queries.shape.soft_cap is not None:
+            score = code.soft_capped(score, queries.shape.soft_cap)
+            code.store_vector(score, queries.scores, self._offset(slot))
+        return code.maximum(self._masked(score, slot, INITIAL_MAX) if has_mask else score, largest)
+
+    def add_weights(self, slot: ir.Value, weight_sum: ir.Value, has_mask: bool) -> ir.Value:
+        """Store the weights of a vector of slots; return them plus `weight_sum`, lane by lane."""
+        queries, build = self._queries, self._queries.code.build
+        weight = queries.exp2(build.fsub(self._load(slot), self.max_in_lanes))
+        if has_mask:
+            weight = self._masked(weight, slot, 0.0)
+        queries.store_weights(weight, build.add(self._first_weight, slot))
+        return build.fadd(weight_sum, weight)
+
+    def _offset(self, slot: ir.Value) -> ir.Value:
+        return self._queries.code.build.add(self._first_score, slot)
+
+    def _load(self, slot: ir.Value) -> ir.Value:
+        return self._queries.code.load_vector(self._queries.scores, self._offset(slot), F32, self._queries.slot_lanes)
+
+    def _masked(self, values: ir.Value, slot: ir.Value, hidden: float) -> ir.Value:
+        """Return `values` of the slots from `slot` on, with `hidden` in place of those that are masked."""
+        code, build, lanes = self._queries.code, self._queries.code.build, self._queries.slot_lanes
+        lane_indices = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+        element = build.add(lane_indices, code.broadcast(build.trunc(slot, I32), lanes))
+        is_behind = build.icmp_signed(">=", element, self._bounds[0])
+        is_visible = build.and_(is_behind, build.icmp_signed("<", element, self._bounds[1]))
+        return build.select(is_visible, values, constant(values.type, hidden))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from ...native.amx import TILE, Matrix, MatrixUnit
-from ...native.llvm import I32, I64, LOG2_E, Code, constant
+from ...native.llvm import I32, I64, LONG_LANES, Code
 from ...native.products.panels import PANEL
 from .queries import PageBlock, Queries, Shape, SlotRange
 
@@ -21,6 +21,8 @@ BLOCK_SLOTS = 256
 """Slots of a block of pages at most, unless a page has more."""
 STEP_SLOTS = 2 * TILE
 """Slots whose values are summed by one instruction: a tile's row of pairs."""
+QUERIES_AT_ONCE = 4
+"""Queries whose softmax is computed at once; they divide a tile."""
 STRIDE_PADDING = TILE
 """Words between one query's scores and the next one's beside the scores: rows of 1 KiB would share cache sets."""
 MAX_STACK_BYTES = 1 << 20
@@ -38,14 +40,14 @@ class TiledQueries(Queries):
         """Return whether the matrix unit can compute this shape.
 
         The processor must have a matrix unit and the pages must be bfloat16. Head size and page size must be multiples
-        of the 32 columns that are multiplied together (`PANEL`). A tile's queries, sums, scores and weights must fit
-        1 MiB of the stack (`MAX_STACK_BYTES`).
+        of the 32 columns that are multiplied together (`PANEL`). A tile's queries and sums, and the scores and weights
+        of two tiles of rows, must fit 1 MiB of the stack (`MAX_STACK_BYTES`).
         """
-        # Words of 4 bytes for each query: its own, its value sums, its scores, its weights. The unit also computes rows
-        # beyond the last query, fewer than `TILE` = 16, which need memory too.
         num_slots = _pages_per_block(shape) * shape.page_size
-        words = shape.key_words + shape.head_size + num_slots + num_slots // 2 + 2 * STRIDE_PADDING
-        is_small = 4 * words * (shape.num_queries + TILE) <= MAX_STACK_BYTES
+        words_of_scores = 2 * TILE * (num_slots + num_slots // 2 + 2 * STRIDE_PADDING)
+        # The unit also computes rows beyond the last query, fewer than `TILE` = 16, which need memory too.
+        words_of_queries = (shape.num_queries + TILE) * (shape.key_words + shape.head_size + LONG_LANES)
+        is_small = 4 * (words_of_scores + words_of_queries) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
         return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
 
@@ -69,18 +71,9 @@ class TiledQueries(Queries):
     def weight_stride(self) -> int:
         return self.pages_per_block * self.shape.value_words + STRIDE_PADDING
 
-    def exp(self, x: ir.Value) -> ir.Value:
-        return self.code.exp2(x)
-
-    def decay(self, x: ir.Value) -> ir.Value:
-        return self.code.exp(self.code.build.fmul(x, constant(x.type, 1 / LOG2_E)))
-
-    def capped(self, scores: ir.Value, cap: float) -> ir.Value:
-        return self.code.soft_capped(scores, cap * LOG2_E)
-
     def num_allocated_queries(self) -> tuple[int, int]:
         """See `Queries.num_allocated_queries`: whole tiles are computed, with rows beyond the last query."""
-        return (self.shape.num_queries + TILE,) * 2
+        return self.shape.num_queries + TILE, 2 * TILE
 
     def begin(self) -> None:
         self.matrix_unit.configure()
@@ -91,11 +84,12 @@ class TiledQueries(Queries):
     def attend_block(self, begin_token: ir.Value, end_token: ir.Value, block: PageBlock) -> None:
         """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to a block of pages of their KV head.
 
-        All of these tokens' queries Q [queries, H] go through the matrix unit: scores [queries, slots] = Q · K, page by
-        page, then one online-softmax step for each query, then value sums [queries, H] += weights · V. Slots are
-        multiplied in steps of 32. If the last step holds slots from `end_slot` on, no query attends to these, and their
-        values may be NaN. So the values of this step are copied to `self.edge`, with zeros in these slots. With
-        `end_slot` 70, slots 0 … 63 are multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
+        These tokens' queries Q [queries, H] go through the matrix unit by 32: scores [queries, slots] = Q · K, page by
+        page, then one online-softmax step for each query, then value sums [queries, H] += weights · V. So scores and
+        weights stay in the level-1 cache, and pages in the level-2 cache. Slots are multiplied in steps of 32. If the
+        last step holds slots from `end_slot` on, no query attends to these, and their values may be NaN. So the values
+        of this step are copied to `self.edge`, with zeros in these slots. With `end_slot` 70, slots 0 … 63 are
+        multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         first_entry = mul(build.sdiv(block.begin, I64(self.pages_per_block)), I64(self.pages_per_block))
@@ -110,7 +104,6 @@ class TiledQueries(Queries):
         begin_step, edge_step = (build.sdiv(slot, I64(STEP_SLOTS)) for slot in (begin_slot, end_slot))
         edge_slot = mul(edge_step, I64(STEP_SLOTS))
         has_edge = build.icmp_signed("<", edge_slot, end_slot)
-        steps = SlotRange(begin_step, edge_step)
         end_of_steps = build.add(edge_slot, build.select(has_edge, I64(STEP_SLOTS), I64(0)))
 
         def locate_page(entry: ir.Value) -> None:
@@ -118,25 +111,31 @@ class TiledQueries(Queries):
             code.store(offset, self.page_values, build.sub(entry, first_entry))
 
         code.loop(block.begin, block.end, locate_page)
-        is_single = build.icmp_signed("<=", num_queries, I64(TILE))
-        self._by_tiles(
-            num_queries,
-            lambda row, num_tiles: self._score_rows(
-                build.add(first_query, row), num_tiles, block, first_entry, begin_step, end_of_steps, is_single
-            ),
-        )
-
-        def update_query(query_index: ir.Value) -> None:
-            query = build.add(first_query, query_index)
-            self.update_softmax(query, query, block_start, end_of_steps)
-
-        code.loop(0, num_queries, update_query)
         with build.if_then(has_edge):
             self._copy_edge(edge_slot, end_slot)
-        self._by_tiles(
-            num_queries,
-            lambda row, num_tiles: self._sum_rows(build.add(first_query, row), num_tiles, steps, has_edge),
-        )
+
+        def attend_rows(row: ir.Value, num_tiles: int) -> None:
+            """Emit the attention of `num_tiles` tiles of rows, up to the last step that their last token sees."""
+            query = build.add(first_query, row)
+            end_row = code.min(build.add(row, I64(num_tiles * TILE)), num_queries)
+            last_token = build.sdiv(build.sub(end_row, I64(1)), I64(shape.group_size))
+            _, end_visible = self.visible_slots(build.add(begin_token, last_token), block_start)
+            own_end_step = build.sdiv(build.add(end_visible, I64(STEP_SLOTS - 1)), I64(STEP_SLOTS))
+            own_end_slot = code.min(mul(own_end_step, I64(STEP_SLOTS)), end_of_steps)
+            own_steps = SlotRange(begin_step, code.min(own_end_step, edge_step))
+            sees_edge = build.icmp_signed(">", own_end_slot, edge_slot)
+
+            def update_queries(score_row: ir.Value) -> None:
+                rows = [build.add(score_row, I64(j)) for j in range(QUERIES_AT_ONCE)]
+                self.update_softmax([build.add(query, row) for row in rows], rows, block_start, own_end_slot)
+
+            with build.if_then(build.icmp_signed("<", mul(begin_step, I64(STEP_SLOTS)), own_end_slot)):
+                is_first = build.icmp_signed("==", row, I64(0))
+                self._score_rows(query, num_tiles, block, first_entry, begin_step, own_end_slot, is_first)
+                code.loop(0, build.sub(end_row, row), update_queries, step=QUERIES_AT_ONCE)
+                self._sum_rows(query, num_tiles, own_steps, sees_edge)
+
+        self._by_tiles(num_queries, attend_rows)
 
     def _score_rows(
         self,
@@ -146,19 +145,19 @@ class TiledQueries(Queries):
         first_entry: ir.Value,
         begin_step: ir.Value,
         end_slot: ir.Value,
-        is_single: ir.Value,
+        is_first: ir.Value,
     ) -> None:
         """Compute the scores of `num_tiles` (1 or 2) tiles of 16 queries from `query` on, 32 slots at a time.
 
-        The slots are those of the block from step `begin_step` on up to `end_slot`, a multiple of 32. A decode row
-        reads its pages from memory: beside each step of keys, the values of the same slots are prefetched, and the keys
-        of a page that this thread will probably attend to next.
+        The slots are those of the block from step `begin_step` on up to `end_slot`, a multiple of 32. The first queries
+        of a block read its pages from memory: beside each step of keys, the values of the same slots are prefetched,
+        and the keys of a page that this thread will probably attend to next.
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         page_words = I64(shape.key_words * shape.page_size)
         steps_per_page = shape.page_size // STEP_SLOTS
         a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words).row_tiles(code)
-        scores = self._matrix(self.scores, mul(query, I64(self.score_stride)), self.score_stride)
+        scores = self._matrix(self.scores, I64(0), self.score_stride)
 
         def score_page(entry: ir.Value) -> None:
             index = build.sub(entry, first_entry)
@@ -172,7 +171,7 @@ class TiledQueries(Queries):
                 in_page = build.sub(step, first_step)
                 b = Matrix(keys.at(code, 0, mul(in_page, I64(4 * STEP_SLOTS))), keys.stride).column_tiles(code)
                 c = Matrix(scores.at(code, 0, mul(step, I64(4 * STEP_SLOTS))), scores.stride)
-                with build.if_then(is_single):
+                with build.if_then(is_first):
                     part = page_words.constant // steps_per_page
                     offset = mul(in_page, I64(part))
                     code.prefetch(self.values, build.add(mul(page, page_words), offset), I32, part)
@@ -192,7 +191,7 @@ class TiledQueries(Queries):
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         steps_per_page = shape.page_size // STEP_SLOTS
-        weights = self._matrix(self.weights, mul(query, I64(self.weight_stride)), self.weight_stride)
+        weights = self._matrix(self.weights, I64(0), self.weight_stride)
         sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
         # The weights of the copied step: columns from its first slot on, 2 bytes per weight.
         edge_weights = Matrix(weights.at(code, 0, mul(steps.end, I64(2 * STEP_SLOTS))), weights.stride)

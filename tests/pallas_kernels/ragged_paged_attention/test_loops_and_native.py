@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions, Backend, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions, AttentionShape, Backend, KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.pages import XlaPages
@@ -254,10 +254,29 @@ def test_plan_of_decode_rows_has_no_tile() -> None:
     assert plan_of(NativeBackend(), [1] * 8, range(1, 9), 8, 8)[0] == 0
 
 
-@given(query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8), num_decode_rows=st.integers(0, 4))
-def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], num_decode_rows: int) -> None:
+def test_short_steps_and_many_query_heads_have_smaller_tiles() -> None:
+    """Threads share the tiles of a short prompt; queries and sums of a tile fit the level-2 cache."""
+
+    def tile_lens(num_heads: int, num_kv_heads: int, head_size: int) -> list[int]:
+        shape = AttentionShape(num_heads, num_kv_heads, head_size)
+        backend = NativeBackend.on(jax.devices(), shape, deterministic=False, tuned=())
+        return [backend.planner.tile_len(num_tokens) for num_tokens in (1, 128, 256, 512, 4096)]
+
+    assert tile_lens(9, 3, 64) == tile_lens(32, 8, 128) == [16, 16, 32, 64, 64]
+    assert tile_lens(64, 8, 128) == [16, 16, 32, 32, 32]
+    assert tile_lens(71, 1, 64) == [16] * 5
+
+
+@given(
+    query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8),
+    num_decode_rows=st.integers(0, 4),
+    tile_q=st.sampled_from([8, 64]),
+)
+def test_plan_covers_every_prefill_token_once_and_fits(
+    query_lens: list[int], num_decode_rows: int, tile_q: int
+) -> None:
     lens = [1] * num_decode_rows + query_lens
-    backend = NativeBackend(tile_q=8)
+    backend = NativeBackend(tile_q=tile_q)
     plan = plan_of(backend, lens, [length + 3 for length in lens], sum(lens), len(lens))
     sections = backend.planner.sections(plan, sum(lens), len(lens))
     rows, starts, counts = sections.query_tiles[:, : sections.num_query_tiles[0]]
