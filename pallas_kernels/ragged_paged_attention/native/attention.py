@@ -33,9 +33,10 @@ from ..kv_scales import LayerScales
 from ..tile_plan import PlanSections
 from .byte_pages import READ_FACTORS
 from .pages import NativePages, stacked
-from .queries import PageBlock, Shape
+from .queries import PageBlock
 from .query_tiles import TiledQueries
 from .query_vectors import VectorQueries
+from .shape import Shape
 
 MAX_SERIAL_ELEMENTS = 1 << 17
 """Largest number of elements of keys that one thread attends to alone: waking a second would take longer."""

@@ -15,7 +15,9 @@ from llvmlite import ir
 from ...native.amx import TILE, Matrix, MatrixUnit
 from ...native.llvm import I32, I64, LONG_LANES, Code
 from ...native.products.panels import PANEL
-from .queries import PageBlock, Queries, Shape, SlotRange
+from .online_softmax import SlotRange
+from .queries import PageBlock, Queries
+from .shape import Shape
 
 BLOCK_SLOTS = 256
 """Slots of a block of pages at most, unless a page has more."""
@@ -157,7 +159,7 @@ class TiledQueries(Queries):
         page_words = I64(shape.key_words * shape.page_size)
         steps_per_page = shape.page_size // STEP_SLOTS
         a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words).row_tiles(code)
-        scores = self._matrix(self.scores, I64(0), self.score_stride)
+        scores = self._matrix(self.softmax.scores, I64(0), self.score_stride)
 
         def score_page(entry: ir.Value) -> None:
             index = build.sub(entry, first_entry)
@@ -191,7 +193,7 @@ class TiledQueries(Queries):
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         steps_per_page = shape.page_size // STEP_SLOTS
-        weights = self._matrix(self.weights, I64(0), self.weight_stride)
+        weights = self._matrix(self.softmax.weights, I64(0), self.weight_stride)
         sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
         # The weights of the copied step: columns from its first slot on, 2 bytes per weight.
         edge_weights = Matrix(weights.at(code, 0, mul(steps.end, I64(2 * STEP_SLOTS))), weights.stride)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ...native.llvm import F32, I64, constant
-from .queries import PageBlock, Queries, SlotRange
+from .online_softmax import SlotRange
+from .queries import PageBlock, Queries
 
 SCORE_ROWS = 48
 """Queries that have scores at the same time, unless a token has more: scores of 64 slots are 12 KiB."""
@@ -127,7 +128,7 @@ class VectorQueries(Queries):
         """Emit scores[query, z] = q · k[:, z] for all slots z of a page: a matrix product with its sums in registers.
 
         The page's keys are [words of a head, slots], a word being one float32 or two bfloat16; numbers of one byte
-        become float32 as they are loaded. Scores go to the query's row of `self.scores` [rows, slots]. One iteration
+        become float32 as they are loaded. Scores go to the query's row of `softmax.scores` [rows, slots]. One iteration
         takes `slot_span` slots for all queries; its inner loop goes over the words and carries the sums. With
         `prefetches_values` it also prefetches the page's values, which are multiplied next.
         """
@@ -138,6 +139,7 @@ class VectorQueries(Queries):
         zeros = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
         first_words = [mul(query, I64(key_words)) for query, _ in queries]
         vectors = range(0, self.slot_span, self.slot_lanes)
+        has_bf16_instructions = shape.has_bf16_instructions(self.slot_lanes)
 
         def score_slots(slot: ir.Value) -> None:
             """Compute and store the scores of all queries for `slot_span` slots from `slot` on."""
@@ -151,12 +153,12 @@ class VectorQueries(Queries):
                 if prefetches_values:  # A page's values are as many words as its keys, so the same offsets cover them.
                     code.prefetch(self.values, add(page_values, offset), self.element, self.slot_span)
                 factors = (code.load(self.queries, add(first_word, word), self.word) for first_word in first_words)
-                return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
+                return code.add_outer(factors, k, scores, has_avx512_bf16=has_bf16_instructions)
 
             scores = code.loop(0, key_words, add_products, carried=[zeros] * (len(queries) * len(vectors)))
             targets = [add(mul(row, I64(page_size)), I64(vector)) for _, row in queries for vector in vectors]
             for target, score in zip(targets, scores, strict=True):
-                code.store_vector(score, self.scores, add(target, slot))
+                code.store_vector(score, self.softmax.scores, add(target, slot))
 
         code.loop(0, page_size, score_slots, step=self.slot_span)
 
@@ -172,8 +174,10 @@ class VectorQueries(Queries):
         """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         (begin_slot, end_slot), head_size = slots, shape.head_size
+        weights = self.softmax.weights
         page_values = mul(page, I64(shape.value_words * head_size))
         vectors = range(0, self.head_span, self.head_lanes)
+        has_bf16_instructions = shape.has_bf16_instructions(self.head_lanes)
         next_keys = None if next_page is None else mul(next_page, I64(shape.key_words * shape.page_size))
 
         def add_lanes(lane: ir.Value) -> None:
@@ -196,8 +200,8 @@ class VectorQueries(Queries):
                     if next_keys is not None:
                         code.prefetch(self.keys, add(next_keys, offset), self.element, self.head_span)
                     weight_offsets = (add(mul(row, I64(shape.value_words)), word) for _, row in queries)
-                    factors = (code.load(self.weights, weight_offset, self.word) for weight_offset in weight_offsets)
-                    return code.add_outer(factors, v, partial_sums, has_avx512_bf16=self._fills_avx512(self.head_lanes))
+                    factors = (code.load(weights, weight_offset, self.word) for weight_offset in weight_offsets)
+                    return code.add_outer(factors, v, partial_sums, has_avx512_bf16=has_bf16_instructions)
 
                 old_sums = code.load_vectors(self.value_sums, sum_offsets, F32, self.head_lanes)
                 new_sums = code.loop(first_word, end_word, add_products, carried=old_sums)

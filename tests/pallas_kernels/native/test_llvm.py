@@ -26,7 +26,7 @@ from jpaged.pallas_kernels.native.products.stages import HeadShape, Stage
 from jpaged.pallas_kernels.native.products.tiles import TileMultiplier
 from jpaged.pallas_kernels.native.products.vectors import VectorMultiplier
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
-from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
+from jpaged.pallas_kernels.ragged_paged_attention.native.shape import Shape
 
 from .test_codes import SELDOM
 
