@@ -57,12 +57,15 @@ def serve(dtype: str, *, without_amx: bool) -> None:
     import numpy as np
 
     import jpaged
+    import jpaged.pallas_kernels.native.products.chain
+    import jpaged.pallas_kernels.ragged_paged_attention.native.attention
     from jpaged.commands.bench.report import host_machine
-    from jpaged.pallas_kernels.native.products import chain
-    from jpaged.pallas_kernels.ragged_paged_attention.native import attention
 
     if without_amx:
-        chain.has_amx_unit = attention.has_amx_unit = lambda: False
+        # In the module that names the processor's features too: step programs are kept by these.
+        for name, module in list(sys.modules.items()):
+            if name.startswith("jpaged.") and "has_amx_unit" in vars(module):
+                vars(module)["has_amx_unit"] = lambda: False
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": MAX_MODEL_LEN}
     engine = jpaged.Engine(dtype=dtype, quantization="none", enable_prefix_caching=False, **sizes)
     rng, params = np.random.default_rng(0), jpaged.SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
