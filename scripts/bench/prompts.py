@@ -62,7 +62,7 @@ def serve(dtype: str, *, without_amx: bool) -> None:
     from jpaged.commands.bench.report import host_machine
 
     if without_amx:
-        # In the module that names the processor's features too: step programs are kept by these.
+        # In the module that names the processor's features too: results of the checks at start are kept by these.
         for name, module in list(sys.modules.items()):
             if name.startswith("jpaged.") and "has_amx_unit" in vars(module):
                 vars(module)["has_amx_unit"] = lambda: False
