@@ -240,7 +240,7 @@ def report_sampler(programs, key, rules):
     """
     import jax
 
-    compiled = programs.lower_masked[key]().compile()
+    compiled = (programs.lower | programs.lower_masked)[key]().compile()
     memory = compiled.memory_analysis()
     tables = {_count(leaf.shape) for leaf in jax.tree.leaves(rules)}
     min_size = max(tables) // 2
@@ -377,6 +377,7 @@ def main() -> None:
     from jpaged.sampling.sampling_params import SampleMode
     from jpaged.startup.abstract_engine import AbstractEngine
     from jpaged.startup.sizing.step_memory import activation_bytes, estimated_program_bytes
+    from jpaged.step.program_keys import sample_key
     from jpaged.step.step_sizes import StepSizes
 
     large = LLAMA_70B if args.quantization and num_devices > 1 else LLAMA_8B
@@ -422,7 +423,8 @@ def main() -> None:
             if not (found["steps"] or is_cut):
                 if target != "h100":  # Its compiler counts no bytes.
                     found["products"] = product_bytes(programs.weights, mesh, MIN_TOKENS)
-                rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample_masked", num_seqs, SampleMode.FULL)
+                rules = rule_shapes(rules_spec, num_seqs + 1)
+                key = sample_key(builder.buckets, num_seqs, SampleMode.FULL, is_masked=True)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             prompt_tokens = 2 * num_seqs if is_cut and args.tokens is None else num_tokens

@@ -70,7 +70,8 @@ def shared_executables() -> Iterator[None]:
         sampler_state = self.state.last_tokens, self.state.hidden, self._rules
         sampler_parts = (
             weights.graph, str(logit_weights), str(sampler_state), jax.tree.structure(sampler_state),
-            self._options.settings, builder.rules_spec, builder.buckets.max_samples, optimized,
+            self._options.settings, builder.rules_spec, builder.buckets.max_samples, builder.buckets.masks_apart,
+            optimized,
         )  # fmt: skip
         for programs in (self.lower, self.lower_masked, self.lower_scores):
             for key, lower in programs.items():

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from ..checks import Rule, check, integer, refusal, shown
 from ..sampling.sample_columns import MAX_INT32
-from ..sampling.sampler import SamplingRows
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode, SamplingParams
+from ..sampling.sampling_rows import SamplingRows
 from ..step.jax_settings import trace_settings
 
 UINT32 = 0xFFFFFFFF

@@ -59,6 +59,13 @@ class ControlFlow:
         """
         return update(slice(None), state)
 
+    def repeat(self, num_steps: int, step: Callable[[Int[Array, ""], T], T], state: T) -> T:
+        """Apply state = step(index, state) for the indices 0 to `num_steps` − 1; return the last state.
+
+        This class writes the steps out one after another, `DynamicControlFlow` makes them a loop with one body.
+        """
+        return lax.fori_loop(0, num_steps, step, state, unroll=True)
+
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
     ) -> T:
@@ -115,6 +122,10 @@ class DynamicControlFlow(ControlFlow):
             return update(lax.dynamic_slice_in_dim(order, index * batch_size, batch_size), state)
 
         return lax.fori_loop(0, num_batches, update_batch, state)
+
+    def repeat(self, num_steps: int, step: Callable[[Int[Array, ""], T], T], state: T) -> T:
+        """Apply state = step(index, state) for the indices 0 to `num_steps` − 1; return the last state."""
+        return lax.fori_loop(0, num_steps, step, state)
 
     def repeat_while(
         self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .top_blocks import BLOCK, BlockRows
+from .top_blocks import BLOCK, BlockRows, take_along_rows
 from .truncation import KeptTokens, RowFunction
 
 NUM_BRANCHES = 16
@@ -65,17 +65,17 @@ def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R 
     Example with 40 weights: the root has 3 children, padded to 16, and these are parents of the weights, padded to
     16 × 3. If child 1 of the root is drawn, and then child 5 of that node, the result is 1 + 5 × 3 = 16.
     """
-    levels: list[Float[Array, "R branches n"]] = []
+    levels: list[Float[Array, "R n"]] = []
     sums = weights_Rn
     while not levels or sums.shape[1] > 1:
-        num_rows, num_nodes = sums.shape
-        levels.append(jnp.pad(sums, ((0, 0), (0, -num_nodes % NUM_BRANCHES))).reshape(num_rows, NUM_BRANCHES, -1))
-        sums = jnp.sum(levels[-1], axis=1)
-    nodes = jnp.zeros(weights_Rn.shape[0], jnp.int32)
+        levels.append(jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % NUM_BRANCHES))))
+        sums = jnp.sum(levels[-1].reshape(len(sums), NUM_BRANCHES, -1), axis=1)
+    nodes, branches = jnp.zeros(weights_Rn.shape[0], jnp.int32), jnp.arange(NUM_BRANCHES, dtype=jnp.int32)[None]
     for level, uniform in zip(reversed(levels), uniforms_RL.T, strict=True):
-        branch_weights = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
+        stride = level.shape[1] // NUM_BRANCHES
+        branch_weights = take_along_rows(level, nodes[:, None] + stride * branches)
         running_sums = jnp.cumsum(branch_weights, axis=-1)
-        nodes += level.shape[2] * _inverse_cdf(branch_weights, running_sums, uniform * running_sums[:, -1])
+        nodes += stride * _inverse_cdf(branch_weights, running_sums, uniform * running_sums[:, -1])
     return nodes
 
 

@@ -23,6 +23,8 @@ FLOAT_PARAMETERS = parameters_in(Column.FLOAT32)
 STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
 """Tokens that end the sequence, as many as fit: a dispatch of several tokens stops a row that draws one of them."""
 NO_TOKEN = -1
+ALL_ALLOWED = -1
+"""A word of a mask whose 32 tokens are all allowed."""
 SAMPLE_FIELDS = (
     *STEP_FIELDS, "ruled_slot", "score", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
     *FLOAT_PARAMETERS, *STOP_FIELDS,

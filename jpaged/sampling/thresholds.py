@@ -72,7 +72,7 @@ def bisect_thresholds(weights: Float[Array, "R V"], low: Int[Array, " R"], minim
 
     def halve(bounds: _Bounds) -> _Bounds:
         """Return the upper half of each row's range [low, high) if its middle keeps enough weights, else the lower."""
-        middle = bounds.low + (bounds.high - bounds.low) // 2
+        middle = bounds.low + (bounds.high - bounds.low >> 1)
         count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
         is_enough = minimum.is_met(count, mass)
         raised = bounds._replace(low=middle, num_low=count)

@@ -16,7 +16,7 @@ from ..pallas_kernels.row_sums import sum_by_halves
 from .control_flow import ControlFlow
 from .sampling_params import ScoreKind
 from .thresholds import sum_together
-from .top_blocks import BLOCK, BlockRows
+from .top_blocks import BLOCK, BlockRows, take_along_rows, take_rows
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +90,7 @@ def token_scores(
     """
     token_logit = _logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    ranks, log_total, _ = _ranks_and_log_totals(logits.blocks[logits.selection], token_logit, row_max, scale)
+    ranks, log_total, _ = _ranks_and_log_totals(take_rows(logits.blocks, logits.selection), token_logit, row_max, scale)
 
     def logprobs(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
         return (logits_rn - row_max) * scale - log_total
@@ -157,7 +157,7 @@ def given_scores(
 def _logits_of(logits: BlockRows, token_ids: Int[Array, "r n"]) -> Float[Array, "r n"]:
     """Return the logits of n tokens of each selected row. Of each row only the blocks that hold them are read."""
     blocks = logits.take_blocks(token_ids // BLOCK)
-    return jnp.take_along_axis(blocks, (token_ids % BLOCK)[:, :, None], axis=2)[:, :, 0]
+    return take_along_rows(blocks.reshape(-1, BLOCK), (token_ids % BLOCK).reshape(-1, 1)).reshape(token_ids.shape)
 
 
 def _ranks_and_log_totals(

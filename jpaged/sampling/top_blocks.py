@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 BLOCK = 128
 """Numbers of a block; a TPU's vector has as many lanes."""
@@ -38,7 +38,7 @@ class TopBlocks(NamedTuple):
         A row of `values` holds the numbers of the taken blocks alone, block after block. With BLOCK = 128 and the
         `block_ids` [[2, 7]], index 130 of `values` is number 2 of block 7, so the result is 7 × 128 + 2 = 898.
         """
-        block_ids = jnp.take_along_axis(self.block_ids, value_indices // BLOCK, axis=1, mode="promise_in_bounds")
+        block_ids = take_along_rows(self.block_ids, value_indices // BLOCK)
         return block_ids * BLOCK + value_indices % BLOCK
 
 
@@ -54,20 +54,31 @@ class BlockRows(NamedTuple):
     """The rows that the methods read. They read them from `blocks` directly, without a copy of all their blocks."""
 
     @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """The three arrays of all rows."""
+        return self.blocks, self.maxima, self.has_nan
+
+    @property
+    def selected_arrays(self) -> tuple[Array, Array, Array]:
+        """Those of the selected rows alone, which a selection by indices copies."""
+        blocks, maxima, has_nan = (take_rows(array, self.selection) for array in self.arrays)
+        return blocks, maxima, has_nan
+
+    @property
     def values(self) -> Float[Array, "r bB"]:
         """The numbers of the selected rows, with −inf behind their ends."""
-        blocks = self.blocks[self.selection]
+        blocks = take_rows(self.blocks, self.selection)
         return blocks.reshape(blocks.shape[0], -1)
 
     @property
     def row_max(self) -> Float[Array, " r"]:
         """The largest number of each selected row."""
-        return jnp.max(self.maxima[self.selection], axis=1)
+        return jnp.max(take_rows(self.maxima, self.selection), axis=1)
 
     def take_blocks(self, block_ids: Int[Array, "r t"]) -> Float[Array, "r t B"]:
         """Return the blocks with these indices of each selected row; no other blocks are read."""
-        row_ids = jnp.arange(self.blocks.shape[0], dtype=jnp.int32)[self.selection]
-        return self.blocks.at[row_ids[:, None], block_ids].get(mode="promise_in_bounds")
+        row_ids = take_rows(jnp.arange(self.blocks.shape[0], dtype=jnp.int32), self.selection)
+        return self.blocks.at[row_ids[:, None], block_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def top_blocks(self, num_blocks: int) -> TopBlocks:
         """Return the t = min(num_blocks, b) blocks with the largest maxima of each selected row.
@@ -76,7 +87,7 @@ class BlockRows(NamedTuple):
         all of its blocks, and the largest number outside of them is −inf. Of equal maxima the first ones are taken. For
         the maxima 3, 9, 5 and 7 and two blocks, these are the blocks 1 and 3, and the largest number outside is 5.
         """
-        maxima_rb = self.maxima[self.selection]
+        maxima_rb = take_rows(self.maxima, self.selection)
         num_rows, blocks_per_row = maxima_rb.shape
         if blocks_per_row <= num_blocks:
             block_ids = jnp.broadcast_to(jnp.arange(blocks_per_row)[None], (num_rows, blocks_per_row))
@@ -95,6 +106,18 @@ class BlockRows(NamedTuple):
         top = self.top_blocks(k)
         values, value_indices = _top_k(top.values, k)
         return values, top.indices_in_row(value_indices)
+
+
+def take_rows(values: Shaped[Array, "R ..."], selection: RowSelection) -> Shaped[Array, "r ..."]:
+    """Return the selected rows, whose indices must be in [0, R): no code checks them."""
+    if isinstance(selection, slice):
+        return values[selection]
+    return values.at[selection].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def take_along_rows(values: Shaped[Array, "r n"], indices: Int[Array, "r k"]) -> Shaped[Array, "r k"]:
+    """Return the values at k indices of each row, which must be in [0, n): no code checks them."""
+    return jnp.take_along_axis(values, indices, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _top_k(values: Float[Array, "r n"], k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:

@@ -68,16 +68,24 @@ def truncate(
     """
     has_top_k = _has_top_k(logits, limits.top_k)
     has_top_p = limits.top_p < 1.0
-    no_mass = jnp.zeros_like(limits.min_p)
 
     def limited() -> KeptTokens:
         """Return what is kept of all rows after top-k and then top-p have raised the threshold of min-p."""
         search = _threshold_search(logits, weigh, control_flow)
-        # Top-k asks for a number of tokens and top-p for a sum of weights: the other minimum is 0 each time.
-        threshold = search.raise_threshold(limits.min_p, KeptMinimum(has_top_k, limits.top_k, no_mass))
-        mass = search.kept_mass(threshold, has_top_p)
-        min_share = KeptMinimum(has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
-        threshold = search.raise_threshold(threshold, min_share)
+
+        def raise_threshold(index: Int[Array, ""], threshold: Float[Array, " r"]) -> Float[Array, " r"]:
+            """Raise the threshold by top-k if `index` is 0, then by top-p."""
+            is_top_p = index > 0
+            # Top-k asks for a number of tokens and top-p for a sum of weights: the other minimum is 0 each time.
+            mass = search.kept_mass(threshold, has_top_p & is_top_p)
+            minimum = KeptMinimum(
+                is_limited=jnp.where(is_top_p, has_top_p, has_top_k),
+                min_count=jnp.where(is_top_p, 0, limits.top_k),
+                min_mass=jnp.where(is_top_p, limits.top_p * mass, 0.0),
+            )
+            return search.raise_threshold(threshold, minimum)
+
+        threshold = control_flow.repeat(2, raise_threshold, limits.min_p)
         return KeptTokens(threshold, search.block_sums(threshold, is_drawn))
 
     def unlimited() -> KeptTokens:

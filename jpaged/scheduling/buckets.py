@@ -43,6 +43,9 @@ class Buckets:
     """Sampling modes that there are samplers of, in the order of SampleMode."""
     decode_modes: tuple[SampleMode, ...] = (SampleMode.RANDOM, SampleMode.FULL)
     """Sampling modes that there are decode programs of, in the order of SampleMode."""
+    masks_apart: bool = True
+    """Whether rows with masks are sampled by programs of their own. Elsewhere every sample program takes masks, and
+    skips them at run time where no row has one: there are half as many programs."""
 
     @property
     def max_samples(self) -> int:
@@ -117,7 +120,8 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
         num_samples = (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
         # A step of one token is a decode, or a prompt of one token, which is computed as one.
         sizes = (1, 8, *num_tokens)
-        return Buckets(sizes, num_samples, num_samples, forward_tokens=sizes[1:], forward_decode_tokens=sizes[:1])
+        forward_sizes, decode_sizes = sizes[1:], sizes[:1]
+        return Buckets(sizes, num_samples, num_samples, forward_sizes, decode_sizes, masks_apart=False)
     largest = sample_sizes(max_num_seqs)[-1]
     num_samples = (*(size for size in DEVICE_SAMPLES if size < largest), largest)
     is_gpu = platform == "gpu"

@@ -77,7 +77,9 @@ def served_keys(
     one for rows that decode, and the samplers for one row and for as many as a step may have. Where prompts are not
     cut, the largest forward program is among them. In the second list come the programs without a size, which take
     milliseconds, then those for steps of few tokens first, and last the samplers for rows with masks. Of a sampling
-    mode that the first list has not, the sampler for most rows is the first: requests of the mode wait for it.
+    mode that the first list has not, the sampler for most rows is the first: requests of the mode wait for it. A CPU's
+    programs that decode several tokens in that mode are in neither: they take a fifth of the memory of all programs,
+    and are compiled once a request of the mode runs.
     """
     buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
     plain = buckets.mode_for(SampleMode.RANDOM)
@@ -107,8 +109,11 @@ def served_keys(
             return 3, not is_plain, size
         return 4, not is_largest, buckets.modes.index(mode), size
 
+    def is_behind(key: Any) -> bool:
+        return key not in first and not (is_cpu and key[0] == "decode" and key[2] is not plain)
+
     keys = [*programs.lower, *(programs.lower_masked if _has_grammars() else ())]
-    return first, sorted((key for key in keys if key not in first), key=rank)
+    return first, sorted(filter(is_behind, keys), key=rank)
 
 
 def _has_grammars() -> bool:

@@ -77,6 +77,11 @@ class ProgramChoice:
         sizes = [size for size in self.buckets.sample_sizes(SampleMode.FULL) if size >= num_rows]
         return next((size for size in sizes if self.is_ready(score_key(size, kind))), sizes[0])
 
+    def decodes(self, mode: SampleMode) -> list[Key]:
+        """Return the keys of the programs that decode several tokens of rows of this mode; empty if there are none."""
+        decode_mode = self.buckets.decode_mode_for(mode)
+        return [] if decode_mode is None else [("decode", size, decode_mode) for size in self.buckets.decode_sizes]
+
     def limits(self, max_tokens: int) -> StepLimits:
         """Return what the programs that are ready can compute in one step of at most `max_tokens` tokens.
 
@@ -88,10 +93,5 @@ class ProgramChoice:
             for size in buckets.num_tokens
             if self.is_ready(forward_key_of(size, decodes_only=size not in buckets.forward_tokens))
         )
-        several = [
-            mode
-            for mode in MODES
-            if (decode_mode := buckets.decode_mode_for(mode)) is not None
-            and all(self.is_ready(("decode", size, decode_mode)) for size in buckets.decode_sizes)
-        ]
+        several = [mode for mode in MODES if (keys := self.decodes(mode)) and all(map(self.is_ready, keys))]
         return StepLimits(min(max_tokens, sizes[-1]), sizes, frozenset(several))

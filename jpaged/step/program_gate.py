@@ -78,8 +78,15 @@ class ProgramGate:
         return None
 
     def enter(self, request: Request) -> None:
-        """Note that this request runs now."""
+        """Note that this request runs now.
+
+        The programs that decode several tokens of its mode are compiled behind, if they are not yet. Until they are
+        ready its rows decode one token a step.
+        """
         self._running[_sampling_of(request)] += 1
+        if request.scoring is None:
+            keys = [key for key in self.choice.decodes(request.mode) if key in self.plan.programs]
+            self.plan.start(keys, num_at_once=1)
 
     def leave(self, request: Request) -> None:
         """Note that this request runs no more."""

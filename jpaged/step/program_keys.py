@@ -5,7 +5,7 @@
     ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
     ("forward_decodes", T)    instead of that in some buckets, when every row has one token
     ("sample", S, mode)       after a forward, in the sample bucket S
-    ("sample_masked", S, mode)   instead of that, where a row has a grammar
+    ("sample_masked", S, mode)   instead of that, where a row has a grammar; a CPU's samplers all take masks
     ("score", S, kind)        after a forward, for each batch of given tokens that are scored
     ("decode", T, mode)       instead of both, when every row decodes several tokens
     ("tables",)               before a step whose page-table changes do not fit its buffer
@@ -62,9 +62,13 @@ def decode_key(buckets: Buckets, num_rows: int, mode: SampleMode) -> Key | None:
 def sample_key(
     buckets: Buckets, num_samples: int, mode: SampleMode, *, is_masked: bool = False
 ) -> tuple[str, int, SampleMode]:
-    """Return the key of the sample program for this many rows of a mode; `is_masked`: rows have masks."""
+    """Return the key of the sample program for this many rows of a mode; `is_masked`: rows have masks.
+
+    If not all programs take masks (`Buckets.masks_apart`), rows with masks have programs of their own.
+    """
     mode = buckets.mode_for(mode)
-    return ("sample_masked" if is_masked else "sample", buckets.samples_for(num_samples, mode), mode)
+    name = "sample_masked" if is_masked and buckets.masks_apart else "sample"
+    return name, buckets.samples_for(num_samples, mode), mode
 
 
 def is_sampler(key: Key) -> bool:

@@ -138,11 +138,15 @@ class Programs:
             for size, mode in product(buckets.decode_sizes, buckets.decode_modes):
                 self.lower["decode", size, mode] = partial(self._lower_decode, builder.layouts[size, True], mode)
         self.lower_masked: dict[Key, Lower] = {}
-        """The sample programs for rows with masks, which only requests with a grammar need."""
+        """The sample programs for rows with masks, which only requests with a grammar need; empty if all take masks."""
         for mode in buckets.modes:
             for size in buckets.sample_sizes(mode):
-                self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
-                self.lower_masked["sample_masked", size, mode] = partial(self._lower_sample, size, mode, is_masked=True)
+                masked = partial(self._lower_sample, size, mode, is_masked=True)
+                if buckets.masks_apart:
+                    self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
+                    self.lower_masked["sample_masked", size, mode] = masked
+                else:
+                    self.lower["sample", size, mode] = masked
         score_programs = product(buckets.sample_sizes(SampleMode.FULL), score_kinds(options.settings.max_logprobs))
         self.lower_scores: dict[Key, Lower] = {
             score_key(size, kind): partial(self._lower_score, size, kind) for size, kind in score_programs

@@ -30,6 +30,7 @@ from ..models.weights.weights import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
 from ..sampling.logit_rules import LogitRulesState
+from ..sampling.sample_columns import ALL_ALLOWED, num_mask_words
 from ..sampling.sampler import SampledRows
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
@@ -102,6 +103,8 @@ class Runner:
         # Where each array of a page lies on the device and on the host: as the cache's arrays do.
         self._device_shardings = tuple(array.sharding for array in cache.pages)
         self._host_shardings = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._device_shardings)
+        self._all_allowed: dict[int, jax.Array] = {}
+        """Rows of a sample program → masks that allow all tokens, for programs that take masks always."""
         # Host page → its arrays. Memory is pinned when a page is first written. Writing a page again makes new arrays;
         # transfers that still read the old ones keep them alive, so that no transfer has to wait for another.
         self._host_pages: dict[int, Page] = {}
@@ -287,22 +290,35 @@ class Runner:
         """Start the sample program on the hidden states of the last forward program; return the sampled rows.
 
         `columns` are the SAMPLE_FIELDS of the step's samples, then padding, int32 [fields, S]; the results are padded
-        to the sample bucket, as `masks` are here, if there are any. If the step's mode has no sample programs, or none
+        to the sample bucket. If the step's mode has no sample programs, or none
         that is ready, those of the next mode that has some are used. Returns before the results are computed. The last
         tokens of the state slots are donated and replaced. A program of mode FULL does the same with the logit rules;
         others take None for them and return None, so that `self.rules` stays.
         """
         key = self.choice.sampler(step.num_samples, step.mode, is_masked=masks is not None)
         _, num_rows, mode = key
-        padded_masks = None
-        if masks is not None:
-            padded_masks = self._put(np.pad(masks, ((0, num_rows - len(masks)), (0, 0)), constant_values=-1))
+        padded_masks = self._masks(masks, num_rows)
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
         arguments = self.store.logits_leaves, state, self.state.hidden, columns, padded_masks
         (last_tokens, rules), sampled = self._run(key, *arguments)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled
+
+    def _masks(self, masks: np.ndarray | None, num_rows: int) -> jax.Array | None:
+        """Return the masks of a sample program of this many rows, padded to them; without masks, those that allow all.
+
+        The latter are None where a program without masks samples such rows.
+        """
+        if masks is not None:
+            padding = (0, num_rows - len(masks)), (0, 0)
+            return self._put(np.pad(masks, padding, constant_values=ALL_ALLOWED))
+        if self.buckets.masks_apart:
+            return None
+        if num_rows not in self._all_allowed:
+            shape = num_rows, num_mask_words(self.rules.bias.shape[1])  # A bias for each token.
+            self._all_allowed[num_rows] = self._put(np.full(shape, ALL_ALLOWED, np.int32))
+        return self._all_allowed[num_rows]
 
     def _move(self, moves: list[PageMove]) -> None:
         """Start the page moves in their order, in batches of consecutive moves of one `MoveKind`.

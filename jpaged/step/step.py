@@ -28,9 +28,10 @@ from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
 from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
-from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
+from ..sampling.sampler import SampledRows, SampleSettings
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
+from ..sampling.sampling_rows import SamplingRows
 from .model_calls import hidden_and_counts, merged_model, whole_logits
 from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
 
@@ -209,7 +210,8 @@ def sample_rows(
     `graph` and `weights` are the halves of the model (`merged_model`), with the weights that logits need. `state` is
     the last token of each state slot, and the logit rules, None if the mode reads none. `columns` are the SAMPLE_FIELDS
     of the rows; "token" says which hidden state a row is sampled from. The row's token is written to its state slot
-    (padding writes slot 0) and counted in its rules. `mesh` is None on a single device, `masks` if no row has any.
+    (padding writes slot 0) and counted in its rules. `mesh` is None on a single device, and `masks` in a program that
+    knows none.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
     logits_RV = whole_logits(merged_model(graph, weights), hidden_TD[columns[TOKEN]], mesh)

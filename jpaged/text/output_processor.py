@@ -23,7 +23,7 @@ from ..outputs import (
     WeightVersion,
 )
 from ..request import Request, RequestState, SampleSequence
-from ..sampling.sample_columns import num_mask_words
+from ..sampling.sample_columns import ALL_ALLOWED, num_mask_words
 from ..sampling.sampling_params import RequestOutputKind
 from ..sampling.token_numbers import TokenNumbers
 from ..scheduling.beam_search import Beam, BeamSearch
@@ -133,7 +133,7 @@ class OutputProcessor:
 
     def _grammar_masks(self, matchers: Sequence[Matcher | None], vocab_size: int) -> np.ndarray:
         if self._grammars is None:  # There is no tokenizer, and no request has a grammar.
-            return np.full((len(matchers), num_mask_words(vocab_size)), -1, np.int32)
+            return np.full((len(matchers), num_mask_words(vocab_size)), ALL_ALLOWED, np.int32)
         return self._grammars.masks(matchers)
 
     def _allow_only(self, masks: np.ndarray, row: int, token_id: int) -> None:

@@ -118,8 +118,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         for size in buckets.num_samples:
             masks = jnp.zeros((size, num_mask_words(builder.rules_spec.vocab_size)), jnp.int32)
             shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
-            programs["sample", size, mode] = lower(partial(sample, size), *shapes, None)
-            programs["sample_masked", size, mode] = lower(partial(sample, size), *shapes, masks)
+            programs["sample", size, mode] = lower(partial(sample, size), *shapes, masks)
     plan = CompilePlan(programs)
     plan.start(programs)
     plan.wait()

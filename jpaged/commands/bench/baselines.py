@@ -30,8 +30,9 @@ from ...models.config.spec import ModelSpec
 from ...models.inputs import unpaged_inputs
 from ...models.weights.weights import Weights
 from ...outputs import RequestMetrics
-from ...sampling.sampler import SamplingRows, sample
+from ...sampling.sampler import sample
 from ...sampling.sampling_params import SampleMode, SamplingParams
+from ...sampling.sampling_rows import SamplingRows
 from ...step.step_layout import COUNT_FIELDS
 from ...step.step_records import StepInputs
 from .workloads import Workload

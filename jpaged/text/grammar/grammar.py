@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...checks import refusal
-from ...sampling.sample_columns import num_mask_words
+from ...sampling.sample_columns import ALL_ALLOWED, num_mask_words
 from ...structured_outputs import JSON_KINDS, StructuredOutputsParams
 from ..answers.bound_format import BoundFormat
 from ..chat.thinking import Thinking
@@ -218,7 +218,7 @@ class Grammars:
         A matcher that cannot go on has a `failure` afterwards; its own mask then means nothing.
         """
         width = num_mask_words(self._compiler.vocab_size)
-        masks = np.full((len(matchers), max(width, num_mask_words(self._compiler.num_ids))), -1, np.int32)
+        masks = np.full((len(matchers), max(width, num_mask_words(self._compiler.num_ids))), ALL_ALLOWED, np.int32)
         jobs = [(matcher.parser, row) for row, matcher in enumerate(matchers) if matcher is not None]
         address, (num_rows, num_words) = masks.ctypes.data, masks.shape
         mask_bytes = num_words * masks.itemsize

@@ -9,8 +9,9 @@ from jpaged.sampling.logit_rules import new_rules, set_rules
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.logits_processor import LogitsProcessor
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, num_mask_words, pack_columns
-from jpaged.sampling.sampler import SampleSettings, SamplingRows, mask_bias, sample
+from jpaged.sampling.sampler import SampleSettings, mask_bias, sample
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
+from jpaged.sampling.sampling_rows import SamplingRows
 
 VOCAB, ROWS = 203, 6  # No multiple of 32.
 

@@ -15,18 +15,14 @@ from scipy.stats import chi2
 from jpaged.sampling.control_flow import DYNAMIC, STATIC
 from jpaged.sampling.drawing import draw_branches, draw_tokens, num_draw_levels, num_levels
 from jpaged.sampling.sample_columns import Score
-from jpaged.sampling.sampler import (
-    PURPOSE_SAMPLE,
-    SampleSettings,
-    SamplingRows,
-    sample,
-    uniforms,
-)
+from jpaged.sampling.sampler import PURPOSE_SAMPLE, SampleSettings, sample
 from jpaged.sampling.sampling_params import SampleMode, ScoreKind
+from jpaged.sampling.sampling_rows import SamplingRows
 from jpaged.sampling.thresholds import kept_counts_and_masses
 from jpaged.sampling.token_scores import given_scores
 from jpaged.sampling.top_blocks import block_rows
 from jpaged.sampling.truncation import KeptTokens, TruncationLimits, truncate
+from jpaged.sampling.uniforms import uniforms
 
 OPTIMIZED = {
     "xla_backend_optimization_level": "3", "xla_llvm_disable_expensive_passes": False, "xla_disable_hlo_passes": "",

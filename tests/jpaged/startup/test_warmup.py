@@ -1,5 +1,6 @@
 """A start compiles everything, nothing, or the programs that known requests need first."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ def test_a_device_compiles_what_unknown_requests_need_first_first() -> None:
     found = warmup_keys(EngineConfig(warmup="full"), programs, host.core.builder, [], [], is_cpu=False)
     assert found == (wanted, [masked]), "a start without grammars waits for none of theirs"
     demands = [Demand(8, 2, has_grammar=True), Demand(8, 2)]
+    host.core.builder.buckets = replace(host.core.builder.buckets, masks_apart=True)
     first, _ = warmup_keys(EngineConfig(), programs, host.core.builder, demands, [SampleMode.RANDOM], is_cpu=True)
     assert first[-2:] == [("sample", 8, SampleMode.RANDOM), ("sample_masked", 8, SampleMode.RANDOM)]
 

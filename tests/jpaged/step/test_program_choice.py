@@ -1,5 +1,7 @@
 """A step gets the smallest program that is ready and large enough; without one, it gets the one that fits best."""
 
+from dataclasses import replace
+
 import pytest
 
 from jpaged.sampling.sampling_params import SampleMode, ScoreKind
@@ -8,6 +10,7 @@ from jpaged.step.program_choice import ProgramChoice
 
 RANDOM, FULL, GREEDY = SampleMode.RANDOM, SampleMode.FULL, SampleMode.GREEDY
 CPU = make_buckets(max_num_batched_tokens=256, max_num_seqs=64, platform="cpu")
+APART = replace(CPU, masks_apart=True)
 GPU = make_buckets(max_num_batched_tokens=1024, max_num_seqs=256, platform="gpu")
 
 
@@ -41,7 +44,8 @@ def test_a_step_is_padded_to_the_smallest_forward_program_that_is_ready(
         (CPU, [("sample", 64, RANDOM)], 3, GREEDY, False, ("sample", 64, RANDOM)),
         (CPU, [("sample", 64, RANDOM), ("sample", 8, FULL)], 3, RANDOM, False, ("sample", 64, RANDOM)),
         (CPU, [("sample", 1, FULL)], 1, RANDOM, False, ("sample", 1, FULL)),
-        (CPU, [("sample", 64, RANDOM), ("sample_masked", 64, FULL)], 3, RANDOM, True, ("sample_masked", 64, FULL)),
+        (APART, [("sample", 64, RANDOM), ("sample_masked", 64, FULL)], 3, RANDOM, True, ("sample_masked", 64, FULL)),
+        (CPU, [("sample", 64, RANDOM)], 3, RANDOM, True, ("sample", 64, RANDOM)),
         (CPU, [("sample", 64, RANDOM)], 3, FULL, False, ("sample", 8, FULL)),
         (GPU, [("sample", 256, SampleMode.SCORED)], 3, GREEDY, False, ("sample", 256, SampleMode.SCORED)),
     ],

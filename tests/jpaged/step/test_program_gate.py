@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ from jpaged.step.program_keys import SET_RULES_KEY
 from ..host_requests import new_request
 
 RANDOM, FULL = SampleMode.RANDOM, SampleMode.FULL
-BUCKETS = make_buckets(max_num_batched_tokens=256, max_num_seqs=64, platform="cpu")
+CPU = make_buckets(max_num_batched_tokens=256, max_num_seqs=64, platform="cpu")
+BUCKETS = replace(CPU, masks_apart=True)
 SAMPLERS = [(name, size, mode) for name in ("sample", "sample_masked") for size in (1, 64) for mode in (RANDOM, FULL)]
-KEYS: list[Any] = [*SAMPLERS, SET_RULES_KEY, ("score", 64, ScoreKind(0)), ("forward", 64), ("forward", 128)]
+DECODES = [("decode", size, mode) for size in CPU.decode_sizes for mode in (RANDOM, FULL)]
+KEYS: list[Any] = [*SAMPLERS, *DECODES, SET_RULES_KEY, ("score", 64, ScoreKind(0)), ("forward", 64), ("forward", 128)]
 
 
 @pytest.fixture
@@ -78,6 +81,23 @@ def test_a_request_is_admitted_once_exactly_the_programs_that_it_lacks_are_compi
     assert gate.admits(one)
     assert ready(plan) - before == set(lacks)
     assert gate.version == version + len(lacks)
+
+
+def test_where_all_samplers_take_masks_a_grammar_waits_for_none(plan: CompilePlan) -> None:
+    for key in (("sample", 64, RANDOM), ("forward", 64)):
+        plan.get(key)
+    gate = ProgramGate(plan, ProgramChoice(CPU, plan.is_ready), max_tokens=200, max_logprobs=20)
+    assert gate.admits(request(has_grammar=True))
+
+
+def test_the_decode_programs_of_a_mode_are_compiled_once_a_request_of_it_runs(
+    plan: CompilePlan, gate: ProgramGate
+) -> None:
+    gate.enter(request(max_tokens=3))
+    wait_for(lambda: {key for key in DECODES if key[2] is RANDOM} <= ready(plan))
+    assert not {key for key in DECODES if key[2] is FULL} & ready(plan)
+    gate.enter(request(logprobs=1))
+    wait_for(lambda: set(DECODES) <= ready(plan))
 
 
 def test_a_request_waits_for_a_sampler_that_draws_its_rows_beside_those_that_run(
