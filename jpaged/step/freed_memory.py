@@ -8,7 +8,7 @@ import sys
 
 
 def return_freed_memory() -> None:
-    """Give the system back what this process has freed: after an engine is closed, or sleeps, or a program was compiled.
+    """Give the system back what this process has freed: once an engine is closed or sleeps, or a program is compiled.
 
     JAX keeps arrays of numpy that it has aliased until Python's next garbage collection, here one of the youngest
     objects alone. The C library keeps freed memory for later allocations: glibc in arenas of each thread, whose free

@@ -305,7 +305,7 @@ class Runner:
         self.rules = rules or self.rules
         return sampled
 
-    def _masks(self, masks: np.ndarray | None, num_rows: int) -> jax.Array | None:
+    def _masks(self, masks: np.ndarray | None, num_rows: int) -> np.ndarray | jax.Array | None:
         """Return the masks of a sample program of this many rows, padded to them; without masks, those that allow all.
 
         The latter are None where a program without masks samples such rows.
@@ -317,7 +317,9 @@ class Runner:
             return None
         if num_rows not in self._all_allowed:
             shape = num_rows, num_mask_words(self.rules.bias.shape[1])  # A bias for each token.
-            self._all_allowed[num_rows] = self._put(np.full(shape, ALL_ALLOWED, np.int32))
+            # All calls share it, where the other lists of the device state lie.
+            all_allowed, placement = np.full(shape, ALL_ALLOWED, np.int32), self.state.last_tokens.sharding
+            self._all_allowed[num_rows] = jax.device_put(all_allowed, placement)
         return self._all_allowed[num_rows]
 
     def _move(self, moves: list[PageMove]) -> None:
