@@ -118,7 +118,12 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         for size in buckets.num_samples:
             masks = jnp.zeros((size, num_mask_words(builder.rules_spec.vocab_size)), jnp.int32)
             shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
-            programs["sample", size, mode] = lower(partial(sample, size), *shapes, masks)
+            masked = lower(partial(sample, size), *shapes, masks)
+            if buckets.masks_apart:
+                programs["sample", size, mode] = lower(partial(sample, size), *shapes, None)
+                programs["sample_masked", size, mode] = masked
+            else:
+                programs["sample", size, mode] = masked
     plan = CompilePlan(programs)
     plan.start(programs)
     plan.wait()
