@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
@@ -74,17 +73,20 @@ def step_of_rows(
     )
     backend.plan(rows, plan)
 
-    def padded(values: np.ndarray, length: int) -> jax.Array:
-        return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
+    def padded(values: np.ndarray, length: int) -> np.ndarray:
+        return np.pad(values, (0, length - len(values))).astype(np.int32)
 
-    return AttentionMetadata(
-        positions=padded(positions, num_tokens),
-        slot_mapping=padded(slots, num_tokens)[None],
-        query_starts=jnp.asarray(query_starts),
-        context_lens=padded(contexts, num_rows),
-        page_tables=jnp.asarray(page_tables),
-        num_rows=jnp.int32(num_given_rows),
-        num_decode_rows=jnp.int32(num_decode_rows),
-        plan=jnp.asarray(plan),
-        decodes_only=decodes_only,
+    # Copied and not converted by jax.numpy, which would compile a program for each shape.
+    return jax.device_put(
+        AttentionMetadata(
+            positions=padded(positions, num_tokens),
+            slot_mapping=padded(slots, num_tokens)[None],
+            query_starts=query_starts,
+            context_lens=padded(contexts, num_rows),
+            page_tables=page_tables,
+            num_rows=np.int32(num_given_rows),
+            num_decode_rows=np.int32(num_decode_rows),
+            plan=plan,
+            decodes_only=decodes_only,
+        )
     )

@@ -239,14 +239,14 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                 decodes_only=bool((query_lens[rows] == 1).all()),
             )
             with jax.default_device(device):
-                out, cache = attend(cache, 1, *map(jnp.asarray, inputs), step, sinks=sinks)
+                out, cache = attend(cache, 1, *inputs, step, sinks=sinks)
             # Tokens of row after row. The step is padded to `num_tokens`; outputs of padding are not compared.
             ends = np.cumsum(query_lens[rows])
             expected = [
                 kept_rows[row].attend(*(each[end - query_lens[row] : end] for each in inputs), sinks=sinks, **options)
                 for row, end in zip(rows, ends, strict=True)
             ]
-            out = np.asarray(out[: ends[-1]], np.float32)
+            out = np.asarray(out, np.float32)[: ends[-1]]
             largest_error = max(largest_error, _largest_difference(out, np.concatenate(expected)))
     return largest_error
 
@@ -371,9 +371,9 @@ def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
     Pages of one byte a number have the scales of `check_scales` in all layers and heads.
     """
     layout = backend.layout(shape)
-    pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
+    pages = tuple(np.full(shape, layout.unwritten, layout.dtype) for shape in layout.shapes)
     scales: KVScales | None = None
     if is_quantized(layout.dtype):
-        k_scale, v_scale = (jnp.full((2, layout.num_kv_heads), scale) for scale in check_scales(layout.dtype))
+        k_scale, v_scale = (np.full((2, layout.num_kv_heads), scale, np.float32) for scale in check_scales(layout.dtype))
         scales = KVScales(k_scale, v_scale)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
