@@ -374,6 +374,7 @@ def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
     pages = tuple(np.full(shape, layout.unwritten, layout.dtype) for shape in layout.shapes)
     scales: KVScales | None = None
     if is_quantized(layout.dtype):
-        k_scale, v_scale = (np.full((2, layout.num_kv_heads), scale, np.float32) for scale in check_scales(layout.dtype))
+        heads = 2, layout.num_kv_heads
+        k_scale, v_scale = (np.full(heads, scale, np.float32) for scale in check_scales(layout.dtype))
         scales = KVScales(k_scale, v_scale)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
