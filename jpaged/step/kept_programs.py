@@ -15,10 +15,8 @@ import hashlib
 import itertools
 import logging
 import os
-import platform
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ..checks import one_line
 from ..pallas_kernels.kept_files import Kept, hash_of_sources, read_kept, write_kept
+from ..pallas_kernels.native.processor import processor
 from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.sampler import SampledRows
 from ..sampling.token_scores import TokenScores
@@ -42,8 +41,6 @@ PACKAGES = "jax", "jaxlib", "flax", "llvmlite", "numpy"
 """Packages whose versions a program depends on."""
 LOCAL_SETTINGS = ("jax_compilation_cache_dir",)
 """Settings of JAX that no program depends on."""
-CPU_INFO, CPU_FIELDS = Path("/proc/cpuinfo"), ("model name", "flags", "Features")
-"""Where Linux describes each processor, and the lines that tell processors apart."""
 XLA_SETTINGS = "XLA_FLAGS"
 """The variable of the environment with XLA's own settings."""
 _SOURCES_HASH = hash_of_sources("jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sharding")
@@ -192,7 +189,7 @@ class KeptPrograms:
         settings = sorted((name, value) for name, value in jax.config.values.items() if name not in LOCAL_SETTINGS)
         settings.append((XLA_SETTINGS, os.environ.get(XLA_SETTINGS)))
         versions = [version(package) for package in PACKAGES]
-        machine = backend, backend.hardware(device), _processor(), device.id
+        machine = backend, backend.hardware(device), processor(), device.id
         self._identity = repr((_SOURCES_HASH, sys.version, versions, settings, machine, identity))
 
     def lower(self, program: Program) -> KeptProgram:
@@ -266,15 +263,3 @@ class KeptProgram:
         except Exception as error:
             logger.warning("%s: the kept program cannot be used: %s", self.program.name, one_line(error))
             return self.programs.compile(self.program, self.programs.traced(self.program, self.name), self.name)
-
-
-def _processor() -> str:
-    """Return the processor's name and features, for which executables are machine code."""
-    try:
-        from ..pallas_kernels.native.processor import processor
-    except ModuleNotFoundError:  # Without llvmlite, as Linux names them; elsewhere by the name alone.
-        found = {platform.machine(), platform.processor()}
-        with suppress(OSError):
-            found.update(line for line in CPU_INFO.read_text().splitlines() if line.startswith(CPU_FIELDS))
-        return " ".join(sorted(found))
-    return processor()

@@ -1,41 +1,59 @@
-"""The processor of this machine, as LLVM and the system tell it. Nothing here writes code."""
+"""The processor of this machine, as the system tells it, or LLVM where that does not. Nothing here writes code."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import sys
+from contextlib import suppress
 from functools import cache
-
-import llvmlite.binding as llvm
+from pathlib import Path
 
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """Arguments of arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), by which a process asks Linux for tiles."""
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux describes each processor."""
+CPU_FIELDS = "vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features"
+"""How its lines begin that tell processors apart."""
 
 
 @cache
-def host_features() -> llvm.FeatureMap:
-    """Register LLVM's code generator for this processor; return which of LLVM's feature names the processor has."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.get_host_cpu_features()
+def _system_lines() -> list[str]:
+    """Return the lines of CPU_FIELDS of the first processor; none where the system is not Linux."""
+    with suppress(OSError):
+        first, _, _ = CPU_INFO.read_text().partition("\n\n")
+        return [line for line in first.splitlines() if line.startswith(CPU_FIELDS)]
+    return []
+
+
+@cache
+def _system_flags() -> frozenset[str]:
+    """Return Linux's names of what an x86 processor can do, without "_": "avx512bf16", "amxbf16". None elsewhere."""
+    flags = [line.partition(":")[2] for line in _system_lines() if line.startswith("flags")]
+    return frozenset(" ".join(flags).replace("_", "").split())
 
 
 def host_has(feature: str) -> bool:
-    """Return whether the processor has the feature of that LLVM name."""
+    """Return whether the processor has the feature of that LLVM name, such as "amx-bf16"."""
+    if flags := _system_flags():
+        return feature.replace("-", "") in flags
+    from .compiler import host_features
+
     return host_features().get(feature, False)
 
 
 @cache
-def processor_name() -> str:
-    """Return LLVM's name of the processor."""
-    name: str = llvm.get_host_cpu_name()
-    return name
-
-
-@cache
 def processor() -> str:
-    """Return the name and features of the processor: compiled code is kept for these."""
+    """Return what tells this processor from others: compiled code is kept for these.
+
+    On Linux its name, model and features, elsewhere LLVM's name and features, or without LLVM the name alone.
+    """
+    if lines := _system_lines():
+        return " ".join(" ".join(lines).split())
+    try:
+        from .compiler import host_features, processor_name
+    except ModuleNotFoundError:
+        return f"{platform.machine()} {platform.processor()}"
     return f"{processor_name()} {host_features().flatten()}"
 
 

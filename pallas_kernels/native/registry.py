@@ -1,7 +1,7 @@
 """Compiles native code for this processor, keeps it on disk, and registers it with XLA.
 
 A module is named by all that its code depends on beside our sources. So a module that an earlier process has compiled
-is neither written nor compiled again: its object code is loaded by its name.
+is neither written nor compiled again: its object code is loaded by its name, on x86-64 without LLVM.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import llvmlite
-import llvmlite.binding as llvm
 
 from ..kept_files import Kept, hash_of_sources, read_kept, write_kept
+from . import object_code
 from .perf_map import name_functions
-from .processor import host_features, processor, processor_name
+from .processor import processor
 
 _SOURCES_HASH = hash_of_sources("jpaged.pallas_kernels")
-_JAXLIB = version("jaxlib")
+_VERSIONS = version("llvmlite"), version("jaxlib")
 if TYPE_CHECKING:
     from llvmlite import ir
 
 Build = Callable[[], "ir.Module"]
 """Writes a module."""
 _lock = RLock()
-_engines: dict[str, llvm.ExecutionEngine] = {}
-"""Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
+_addresses: dict[str, int] = {}
+"""Where the function of each loaded module begins, by the module's name, which is the function's too."""
+_memory: list[object] = []
+"""Owners of the code of loaded modules, which XLA may call for as long as the process lives."""
 _handlers: dict[str, None] = {}
 """Names of the modules that are registered with XLA, in order."""
 _linked: list[str] = []
@@ -67,8 +68,8 @@ def link(name: str, build: Build) -> str:
     """
     with _lock:
         _linked.append(name)
-        if name not in _engines:
-            llvm.add_symbol(name, _address_of(name, build))
+        if name not in _addresses:
+            _address_of(name, build)
     return name
 
 
@@ -125,55 +126,41 @@ def _load_kept(name: str) -> int | None:
 
 def _load(name: str, kept: _ObjectCode) -> int:
     """Load a module's object code; return the address of its function of the module's name."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(kept.code))
-    engine.finalize_object()
-    address: int = engine.get_function_address(name)
+    if object_code.is_loadable(kept.code):
+        loaded = object_code.load(kept.code, _function)
+        owner, address = loaded.memory, loaded.addresses.get(name, 0)
+    else:
+        from . import compiler
+
+        owner, address = compiler.load(name, kept.code, {each: _addresses[each] for each in kept.calls})
     if address == 0:
         raise RuntimeError(f"native code: its object code holds no function {name}")
-    _engines[name] = engine
+    _memory.append(owner)
+    _addresses[name] = address
     if _has_perf_map:
         name_functions(name, address, kept.code)
     return address
 
 
+def _function(name: str) -> int:
+    """Return the address of a function of a linked module, or else of the C library."""
+    if name in _addresses:
+        return _addresses[name]
+    return ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value or 0
+
+
 def _link_kept(name: str) -> bool:
-    """Link a module whose object code is kept; return whether it is."""
-    if name not in _engines:
-        address = _load_kept(name)
-        if address is None:
-            return False
-        llvm.add_symbol(name, address)
-    return True
+    """Load a linked module whose object code is kept; return whether it is."""
+    return name in _addresses or _load_kept(name) is not None
 
 
 def _compile(build: Build) -> _ObjectCode:
-    """Return the object code of a newly written module, for this processor."""
+    """Return the object code of a newly written module, for this processor, and the modules that it calls."""
+    from . import compiler
+
     num_linked = len(_linked)
-    parsed = llvm.parse_assembly(str(build()))
-    parsed.verify()
-    machine = _target_machine()
-    options = llvm.create_pipeline_tuning_options(speed_level=_optimization_level())
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(parsed, passes)
-    return _ObjectCode(machine.emit_object(parsed), list(dict.fromkeys(_linked[num_linked:])))
-
-
-def _optimization_level() -> int:
-    """Return LLVM's level: the highest, or none while `jax_disable_most_optimizations` is set, as for XLA's programs.
-
-    Without optimizations modules compile twenty times as fast, and run up to 1.6 times as long. Results have the same
-    bits: no operation may be reordered, and which products are fused with sums follows the processor, not the level. A
-    module that is registered stays as it was compiled.
-    """
-    return 0 if jax.config.read("jax_disable_most_optimizations") else 3
-
-
-def _target_machine() -> llvm.TargetMachine:
-    """Return LLVM's code generator for this processor; an execution engine that it is given to frees it."""
-    features = host_features().flatten()  # It also registers LLVM's code generator.
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=processor_name(), features=features, opt=_optimization_level(), jit=True)
+    module = build()
+    return _ObjectCode(compiler.compile_module(module), list(dict.fromkeys(_linked[num_linked:])))
 
 
 def _path_of(name: str) -> Path | None:
@@ -183,7 +170,8 @@ def _path_of(name: str) -> Path | None:
     XLA, the processor, how far it is optimized, and the module's name.
     """
     directory = jax.config.values.get("jax_compilation_cache_dir")
-    parts = _SOURCES_HASH, llvmlite.__version__, _JAXLIB, processor(), str(_optimization_level()), name
+    is_optimized = not jax.config.read("jax_disable_most_optimizations")
+    parts = _SOURCES_HASH, *_VERSIONS, processor(), str(is_optimized), name
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(directory, f"native_{key}.o") if directory else None
 

@@ -76,17 +76,15 @@ def step_of_rows(
     def padded(values: np.ndarray, length: int) -> np.ndarray:
         return np.pad(values, (0, length - len(values))).astype(np.int32)
 
-    # Copied and not converted by jax.numpy, which would compile a program for each shape.
-    return jax.device_put(
-        AttentionMetadata(
-            positions=padded(positions, num_tokens),
-            slot_mapping=padded(slots, num_tokens)[None],
-            query_starts=query_starts,
-            context_lens=padded(contexts, num_rows),
-            page_tables=page_tables,
-            num_rows=np.int32(num_given_rows),
-            num_decode_rows=np.int32(num_decode_rows),
-            plan=plan,
-            decodes_only=decodes_only,
-        )
+    put = jax.device_put  # It copies, where jax.numpy would compile a program for each shape.
+    return AttentionMetadata(
+        positions=put(padded(positions, num_tokens)),
+        slot_mapping=put(padded(slots, num_tokens)[None]),
+        query_starts=put(query_starts),
+        context_lens=put(padded(contexts, num_rows)),
+        page_tables=put(page_tables),
+        num_rows=put(np.int32(num_given_rows)),
+        num_decode_rows=put(np.int32(num_decode_rows)),
+        plan=put(plan),
+        decodes_only=decodes_only,
     )

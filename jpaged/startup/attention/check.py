@@ -371,10 +371,10 @@ def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
     Pages of one byte a number have the scales of `check_scales` in all layers and heads.
     """
     layout = backend.layout(shape)
-    pages = tuple(np.full(shape, layout.unwritten, layout.dtype) for shape in layout.shapes)
+    pages = tuple(jax.device_put(np.full(shape, layout.unwritten)) for shape in layout.shapes)
     scales: KVScales | None = None
     if is_quantized(layout.dtype):
         heads = 2, layout.num_kv_heads
-        k_scale, v_scale = (np.full(heads, scale, np.float32) for scale in check_scales(layout.dtype))
+        k_scale, v_scale = (jax.device_put(np.full(heads, scale)) for scale in check_scales(layout.dtype))
         scales = KVScales(k_scale, v_scale)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)

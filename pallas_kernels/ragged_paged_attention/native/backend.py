@@ -99,7 +99,7 @@ class NativeBackend(TiledBackend):
             raise BackendUnavailableError("it needs a little-endian processor of 64 bits")
         try:
             check_interface(interface_header())
-            cpu_features()  # Asks LLVM for the processor's features, which raises if LLVM cannot tell them.
+            cpu_features()  # Where the system does not tell them it asks LLVM, which raises if it cannot tell them.
         except Exception as error:  # LLVM raises many types of errors.
             raise BackendUnavailableError(str(error)) from error
         return cls(tile_q=_tile_q_of(shape))

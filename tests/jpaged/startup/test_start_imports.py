@@ -19,7 +19,7 @@ print("modules:", *sys.modules, file=sys.stderr)
 """
 NEVER = (
     "flax", "gguf", "jax.extend", "jaxlib.mlir.dialects.mhlo", "optax", "orbax", "torch", "tqdm", "transformers",
-    "jax.experimental.pallas",
+    "jax.experimental.pallas", "llvmlite.binding", "llvmlite.ir",
     "jpaged.models.decoder", "jpaged.models.layers", "jpaged.models.served", "jpaged.models.weights.loading",
     "jpaged.models.weights.live_weights", "jpaged.models.weights.dummy", "jpaged.pallas_kernels.native.layer_ops",
     "jpaged.pallas_kernels.native.products", "jpaged.pallas_kernels.ragged_paged_attention.native.attention",

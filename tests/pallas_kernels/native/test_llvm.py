@@ -34,13 +34,13 @@ ROOT = Path(__file__).parents[3]
 MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
-from jpaged.pallas_kernels.native import registry
+from jpaged.pallas_kernels.native import compiler
 from jpaged.pallas_kernels.native.products.chain import product
-build = registry.llvm.create_pass_builder
-def noted(*args):
+compile_module = compiler.compile_module
+def noted(module):
     print("compiles")
-    return build(*args)
-registry.llvm.create_pass_builder = noted
+    return compile_module(module)
+compiler.compile_module = noted
 jax.config.update("jax_compilation_cache_dir", os.environ["CACHE"] or None)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1000.0)
 found = jax.jit(product, static_argnums=2)(jnp.full((3, 64), 2.0), jnp.full((2, 32, 32, 2), 0.5, "bfloat16"), 64)
@@ -146,9 +146,9 @@ jax.jit(product, static_argnums=2)(jnp.ones((3, 64)), jnp.ones((64, 64, 32)), 20
 path = Path(f"/tmp/perf-{os.getpid()}.map")
 named = {name: (int(begin, 16), int(size, 16)) for begin, size, name in map(str.split, path.read_text().splitlines())}
 path.unlink()
-for name, engine in registry._engines.items():
+for name, address in registry._addresses.items():
     begin, size = named[name]
-    assert begin == engine.get_function_address(name)
+    assert begin == address
     assert size > 0
 print({name.rpartition("::")[2] for name in named} >= {"work", "help"})
 """

@@ -1,0 +1,66 @@
+"""Object code runs alike whoever loads it, and what the loader does not know is refused."""
+
+import ctypes
+import platform
+import sys
+
+import llvmlite.binding as binding
+import pytest
+
+from jpaged.pallas_kernels.native import compiler, object_code, processor, registry
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="elsewhere LLVM loads all code"
+)
+CODE = """
+declare i64 @labs(i64)
+declare i64 @jpaged_test_double(i64)
+@shifts = internal constant [3 x i64] [i64 10, i64 20, i64 30]
+define internal i64 @shift(i64 %i) noinline {
+  %place = getelementptr [3 x i64], ptr @shifts, i64 0, i64 %i
+  %shift = load volatile i64, ptr %place
+  ret i64 %shift
+}
+define i64 @jpaged_test(i64 %i, i64 %x) {
+  %size = call i64 @labs(i64 %x)
+  %twice = call i64 @jpaged_test_double(i64 %size)
+  %shift = call i64 @shift(i64 %i)
+  %sum = add i64 %twice, %shift
+  ret i64 %sum
+}
+"""
+DOUBLE = "define i64 @jpaged_test_double(i64 %x) {\n  %y = add i64 %x, %x\n  ret i64 %y\n}\n"
+INTEGERS = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def test_a_function_finds_constants_and_what_it_calls_whoever_loads_it() -> None:
+    doubled = object_code.load(compiler.compile_module(DOUBLE), registry._function)
+    called = doubled.addresses
+    code = compiler.compile_module(CODE)
+    loaded = object_code.load(code, lambda name: called.get(name) or registry._function(name))
+    owner, address = compiler.load("jpaged_test", code, called)
+    assert set(loaded.addresses) == {"jpaged_test"}
+    for place in loaded.addresses["jpaged_test"], address:
+        assert [INTEGERS(place)(i, -7) for i in range(3)] == [24, 34, 44]
+    del owner
+
+
+def test_a_function_that_is_nowhere_is_named() -> None:
+    with pytest.raises(AttributeError, match="undefined symbol: jpaged_test_double"):
+        object_code.load(compiler.compile_module(CODE), registry._function)
+
+
+def test_code_to_write_and_short_addresses_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^object code: got a section to write, number \d+, allowed: none$"):
+        object_code.load(compiler.compile_module("@count = global i64 1\n" + DOUBLE), registry._function)
+    compiler.host_features()
+    machine = binding.Target.from_default_triple().create_target_machine(codemodel="small")
+    code = machine.emit_object(binding.parse_assembly(CODE))
+    with pytest.raises(ValueError, match=r"^object code: got a relocation of type \d+, allowed: 1$"):
+        object_code.load(code, registry._function)
+
+
+def test_the_system_tells_the_features_that_llvm_finds() -> None:
+    found = compiler.host_features()
+    asked = "avx2", "avx512f", "avx512bf16", "avx512vnni", "avxvnni", "amx-bf16", "fma", "no-such-feature"
+    assert {name: processor.host_has(name) for name in asked} == {name: found.get(name, False) for name in asked}
