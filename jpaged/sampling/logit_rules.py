@@ -26,6 +26,7 @@ from .logit_rules_spec import (
     IN_PROMPT,
     IS_LAST,
     RULE_PARAMETERS,
+    TOUCHED_BLOCK,
     LogitRulesSpec,
     advance_matches,
     may_come_next,
@@ -43,6 +44,8 @@ class LogitRulesState:
     """How often each token was drawn, and the bits IN_PROMPT and ENDS."""
     bias: Float[Array, "slots V"]
     """Added to the logits; −inf for tokens that are not allowed."""
+    touched: Int[Array, "slots b"]
+    """Whether any token of a block of TOUCHED_BLOCK has a bias or an entry in `tokens`: native code reads no others."""
     words: Int[Array, "slots B"]
     """Tokens of bad words in a row, with the bits IS_FIRST, IS_LAST and IS_MATCHED; 0 behind the last."""
     values: Float[Array, "slots A"]
@@ -51,9 +54,13 @@ class LogitRulesState:
 
 def rule_shapes(spec: LogitRulesSpec, num_slots: int, sharding: jax.sharding.Sharding | None = None) -> LogitRulesState:
     """Return abstract arrays [num_slots, width of the field], placed by `sharding`; they include the null slot 0."""
-    dtypes = {"tokens": jnp.int32, "bias": jnp.float32, "words": jnp.int32, "values": jnp.float32}
+    floats = {"bias", "values"}
     shape_of: Any = partial(jax.ShapeDtypeStruct, sharding=sharding)
-    return LogitRulesState(**{name: shape_of((num_slots, width), dtypes[name]) for name, width in spec.widths.items()})
+    leaves = {
+        name: shape_of((num_slots, width), jnp.float32 if name in floats else jnp.int32)
+        for name, width in spec.widths.items()
+    }
+    return LogitRulesState(**leaves)
 
 
 def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:
@@ -66,7 +73,7 @@ def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array,
     """Return the rules of all slots after those of one state slot are replaced by a new sequence's.
 
     `packed` is the int32 array that `LogitRulesSpec.row` made: the slot's row of each field of `rules`, [slots, width],
-    one field after the other: tokens, bias, words and values. Floats travel as the bits of a float32.
+    one field after the other, in the order of `LogitRulesSpec.widths`. Floats travel as the bits of a float32.
     """
     offset = 0
     leaves = {}
@@ -168,5 +175,6 @@ def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: In
     return replace(
         rules,
         tokens=rules.tokens.at[slots_to_write, token_ids].add(1, mode="drop"),
+        touched=rules.touched.at[slots_to_write, token_ids // TOUCHED_BLOCK].set(1, mode="drop"),
         words=rules.words.at[slots_to_write].set(words_RB, mode="drop"),
     )

@@ -29,6 +29,8 @@ IS_FIRST, IS_LAST, IS_MATCHED = 1 << 30, 1 << 29, 1 << 28
 """Bits of an entry of `words`, a token of a bad word: it is the word's first; its last; the output ends with the word's
 tokens up to this one. The bits below are the token's id."""
 ID_MASK = IS_MATCHED - 1
+TOUCHED_BLOCK = 128
+"""Tokens of a block of `touched`: as many as `top_blocks.BLOCK`, whose module needs JAX."""
 RULE_PARAMETERS = parameters_in(Column.RULE)
 """Parameters at the front of `values`; the arguments of processors stand behind them."""
 
@@ -50,8 +52,13 @@ class LogitRulesSpec:
     @property
     def widths(self) -> dict[str, int]:
         """Return how many 32-bit values each field of one slot's rules has."""
-        num_values = len(RULE_PARAMETERS) + len(self.arguments)
-        return {"tokens": self.vocab_size, "bias": self.vocab_size, "words": MAX_BAD_TOKENS, "values": num_values}
+        return {
+            "tokens": self.vocab_size,
+            "bias": self.vocab_size,
+            "touched": -(-self.vocab_size // TOUCHED_BLOCK),
+            "words": MAX_BAD_TOKENS,
+            "values": len(RULE_PARAMETERS) + len(self.arguments),
+        }
 
     @property
     def width(self) -> int:
@@ -87,7 +94,7 @@ class LogitRulesSpec:
         stop_ids: Collection[int],
         bad_words: Sequence[Sequence[int]],
     ) -> np.ndarray:
-        """Return the logit rules of a sequence as one array, int32 [width]: its tokens, bias, words and values.
+        """Return the logit rules of a sequence as one array, int32 [width]: its fields in the order of `widths`.
 
         `prompt` and `output` are its token ids so far, which penalties count. `stop_ids` are the tokens that end the
         sequence. `bad_words` are the token ids of each word that the output must not hold, at most MAX_BAD_TOKENS
@@ -111,7 +118,10 @@ class LogitRulesSpec:
         max_word_len = max(map(len, bad_words), default=0)
         for token_id in output[max(0, len(output) - max_word_len) :]:
             words = advance_matches(words, token_id, np)
-        return np.concatenate([tokens, bias.view(np.int32), words, self.values(params).view(np.int32)])
+        has_rule = np.zeros((self.widths["touched"], TOUCHED_BLOCK), bool)
+        np.logical_or(tokens, bias, out=has_rule.reshape(-1)[: self.vocab_size])
+        touched, values = has_rule.any(axis=1).astype(np.int32), self.values(params).view(np.int32)
+        return np.concatenate([tokens, bias.view(np.int32), touched, words, values])
 
     def values(self, params: SamplingParams) -> np.ndarray:
         """Return a request's RULE_PARAMETERS, then the arguments of all processors, as one float32 array.

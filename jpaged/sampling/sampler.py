@@ -80,6 +80,13 @@ class SampleSettings:
     logits divided by the temperature, processed_logprobs those of what is drawn from, after rules and truncation."""
     control_flow: ControlFlow = DYNAMIC
     """Whether programs have branches and loops that depend on the data."""
+    has_native_code: bool = False
+    """Whether the device is a CPU that runs native code."""
+
+    @property
+    def applies_rules_natively(self) -> bool:
+        """Whether native code applies rules and masks: it has no processors, which stand between rules."""
+        return self.has_native_code and not self.processors
 
 
 PLAIN = SampleSettings()
@@ -109,26 +116,41 @@ def sample(
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
     control_flow, logits, vocab_size = settings.control_flow, block_rows(logits_RV), logits_RV.shape[1]
-    unruled = _DrawnRows(
+    is_ruled, is_finite, undo = _is_ruled(rows, rules, masks), is_finite_row(logits), None
+    if settings.applies_rules_natively and (rules is not None or masks is not None):
+        from .native_rules import natively_ruled  # Only a trace needs what writes native code.
+
+        undo = natively_ruled(logits, rows, is_ruled, rules, masks, vocab_size=vocab_size)
+        logits, rules, masks, is_ruled = undo.logits, None, None, jnp.zeros_like(is_ruled)
+    likeliest = _DrawnRows(
         token_ids=_first_maximum(logits, vocab_size),
         is_finite=is_finite_row(logits),
         log_masses=jnp.zeros(logits_RV.shape[0], jnp.float32),
     )
     if mode is SampleMode.GREEDY and masks is None:
-        return SampledRows(unruled.token_ids, unruled.is_finite)
-    batch = _Batch(logits, vocab_size, rows, mode, settings, rules, masks, is_ruled=_is_ruled(rows, rules, masks))
+        return SampledRows(likeliest.token_ids, likeliest.is_finite)
+    # All rows at once: hashing takes many short steps, whose number does not depend on the rows.
+    num_levels = num_draw_levels(vocab_size)
+    uniforms_RL = control_flow.compute_if(
+        jnp.any(~rows.is_greedy),
+        lambda: uniforms(rows, PURPOSE_SAMPLE, num_levels, control_flow),
+        lambda: jnp.zeros((logits_RV.shape[0], num_levels), jnp.float32),
+    )
+    batch = _Batch(logits, vocab_size, rows, mode, settings, rules, masks, is_ruled, uniforms_RL)
 
     def draw(selection: RowSelection, drawn: _DrawnRows) -> _DrawnRows:
         """Return the results of all rows, `drawn`, with those of the selected rows computed and replaced."""
         return _with_rows(drawn, selection, batch.draw(selection))
 
-    row_work = _row_work(rows, batch.is_ruled)
-    drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, unruled, num_keys=len(RowWork))
+    row_work = _row_work(rows, is_ruled)
+    drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, likeliest, num_keys=len(RowWork))
     token_ids = drawn.token_ids
     if mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         return SampledRows(token_ids, drawn.is_finite)
     # Processors may have replaced a NaN of the model's; other rules keep it.
-    is_finite = drawn.is_finite & unruled.is_finite
+    is_finite &= drawn.is_finite
+    if undo is not None and settings.logprobs_mode != "processed_logprobs":
+        batch = replace(batch, logits=undo.raw(token_ids))
 
     def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
         """Return the scores of all rows with those of the selected rows computed and replaced."""
@@ -200,6 +222,8 @@ class _Batch:
     masks: Int[Array, "R W"] | None
     is_ruled: Bool[Array, " R"]
     """Whether a row has logit rules or a mask."""
+    uniforms: Float[Array, "R L"]
+    """The random numbers of each row, for `draw_tokens`; they mean nothing if no row is random."""
 
     def ruled_logits(self, selection: RowSelection) -> BlockRows:
         """Return the logits of the selected rows, after the rules of their state slots and after their masks.
@@ -243,7 +267,6 @@ class _Batch:
 
         def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
             """Return the tokens and the log masses of all selected rows."""
-            uniforms_rL = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size), control_flow)
             weigh, kept = self._truncate(logits, params, is_drawn)
 
             def log_masses() -> Float[Array, " r"]:
@@ -256,7 +279,7 @@ class _Batch:
             masses = no_masses
             if self.mode is SampleMode.FULL:
                 masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
-            drawn = draw_tokens(logits, weigh, kept, uniforms_rL)
+            drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
             return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
 
         if self.mode is SampleMode.GREEDY:

@@ -160,7 +160,9 @@ class AbstractEngine:
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
         # On a GPU the host would have to read the condition of each branch and loop, so programs have none there.
-        settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
+        control_flow = STATIC if self.platform == "gpu" else DYNAMIC
+        has_native_code = self.backend.has_own_products
+        settings = replace(self.settings, control_flow=control_flow, has_native_code=has_native_code)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None  # One device needs no `shard_map` around attention.
         scales: KVScales | None = None
