@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+logger = logging.getLogger("jpaged")
 
 CHECKSUM_BYTES = 32
 
@@ -41,11 +44,20 @@ def read_kept(path: Path) -> Kept | None:
 def write_kept(path: Path, kept: Kept) -> None:
     """Keep a header and bytes for later processes.
 
-    Errors of the file system are ignored: the next process computes again.
+    If the file system refuses the file, the next process computes again; the first time a warning says so.
     """
     rest = json.dumps(kept.header).encode() + b"\n" + kept.content
-    with contextlib.suppress(OSError), new_file(path) as file:
-        file.write(hashlib.sha256(rest).digest() + rest)
+    try:
+        with new_file(path) as file:
+            file.write(hashlib.sha256(rest).digest() + rest)
+    except OSError as error:
+        _warn_of_refusal(path.parent, error.strerror)
+
+
+@cache
+def _warn_of_refusal(directory: Path, cause: str) -> None:
+    """Say that a directory refuses files, once for each cause."""
+    logger.warning("%s: programs are not kept, each start compiles them anew: %s", directory, cause)
 
 
 @contextlib.contextmanager

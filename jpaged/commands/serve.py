@@ -21,7 +21,7 @@ from ..checks import refusal
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from .flags import CONVERTERS, FlagParser, add_engine_flags, engine_config, parse_flags
-from .process import interrupts_held, run_command
+from .process import garbage_uncollected, interrupts_held, run_command
 from .progress import ProgressReport, say
 from .template_file import read_template
 
@@ -96,7 +96,8 @@ def _start_engine(
         progress(name, done, total)
         state.report(name, done, total)
 
-    engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True, compiles_behind=True)
+    with garbage_uncollected():  # Else a collection looks through all of it while programs are compiled behind.
+        engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True, compiles_behind=True)
     progress.close()
     if template is not None:
         engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)

@@ -38,7 +38,7 @@ from ..step.compile_threads import compiling_alone, lower_priority
 from ..step.jax_settings import trace_settings
 from ..step.program_choice import ProgramChoice
 from ..step.program_gate import ProgramGate
-from ..step.program_keys import ALLOCATE_KEY, is_sampler
+from ..step.program_keys import ALLOCATE_KEY, TABLES_KEY, is_sampler
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
@@ -57,6 +57,7 @@ from .sizing.sizes import (
     chosen_dtypes,
     requested_max_len,
 )
+from .warmup import served_prompt_tokens
 
 if TYPE_CHECKING:
     from ..models.weights.live_weights import LiveWeights
@@ -192,8 +193,11 @@ def build_engine(
         if compiles_behind:
             jax.block_until_ready((runner.weights.state, runner.state))
             with compiling_alone() as compiler_threads:
+                plan.start([TABLES_KEY])  # All others may have been compiled while the weights were read.
                 plan.wait()
             lower_priority(compiler_threads)
+            first_step, _ = builder.null_prefill(served_prompt_tokens(builder, is_cpu=devices[0].platform == "cpu"))
+            runner.rehearse(first_step)
             builder.choice = runner.choice = choice = ProgramChoice(builder.buckets, plan.is_ready)
             limits = {"max_tokens": sizes.step.max_num_batched_tokens, "max_logprobs": config.max_logprobs}
             gate = ProgramGate(plan, choice, **limits)
@@ -212,9 +216,11 @@ def build_engine(
     except BaseException:
         plan.close()
         raise
-    if compiles_behind:
-        # On a CPU one at a time: steps need the cores too.
-        plan.start(prepared.deferred, num_at_once=1 if devices[0].platform == "cpu" else None)
+    if compiles_behind and devices[0].platform == "cpu":
+        plan.pauses.note(are_running=False)  # The first pause begins now: requests come as soon as they can.
+        plan.start_behind(prepared.deferred)
+    elif compiles_behind:
+        plan.start(prepared.deferred)
     else:
         plan.defer(prepared.deferred)
     return EngineComponents(

@@ -24,6 +24,8 @@ from .sizing.sizes import Demand
 CPU_PROMPT_TOKENS, DEVICE_PROMPT_TOKENS = 64, 512
 """Tokens of the steps that compute prompts when a server is ready, on a CPU and elsewhere. They are few, since padding
 takes time on a CPU."""
+FEW_ROWS = 8
+"""Rows that a server decodes without much padding when it is ready."""
 LONG_STEP = 1024
 """Tokens of a step from which on its forward program is compiled before the programs that decode."""
 
@@ -73,22 +75,24 @@ def served_keys(
 ) -> tuple[list[Key], list[Key]]:
     """Return the keys of the programs that a server is ready with, and those that it compiles behind, both in order.
 
-    The first list computes any plain request: a forward program for prompts, which are cut to its size, the smallest
-    one for rows that decode, and the samplers for one row and for as many as a step may have. Where prompts are not
-    cut, the largest forward program is among them. In the second list come the programs without a size, which take
-    milliseconds, then those for steps of few tokens first, and last the samplers for rows with masks. Of a sampling
-    mode that the first list has not, the sampler for most rows is the first: requests of the mode wait for it. A CPU's
-    programs that decode several tokens in that mode are in neither: they take a fifth of the memory of all programs,
-    and are compiled once a request of the mode runs.
+    The first list computes any plain request: a forward program for prompts, which are cut to its size, those for one
+    row that decodes and for FEW_ROWS, and the samplers for one row, for FEW_ROWS and for as many as a step may have.
+    Where prompts are not cut, the largest forward program is among them. In the second list come the programs without a
+    size, which take milliseconds, then those for steps of few tokens first, and last the samplers for rows with masks.
+    Of a sampling mode that the first list has not, the sampler for most rows is the first: requests of the mode wait
+    for it. A CPU's programs that decode several tokens in that mode are in neither: they take a fifth of the memory of
+    all programs, and are compiled once a request of the mode runs.
     """
     buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
     plain = buckets.mode_for(SampleMode.RANDOM)
-    num_prompt_tokens = CPU_PROMPT_TOKENS if is_cpu else DEVICE_PROMPT_TOKENS
+    num_few = min(FEW_ROWS, buckets.max_samples)
     first: list[Key] = [
         sample_key(buckets, buckets.max_samples, plain),  # It takes longest.
-        forward_key(buckets, min(num_prompt_tokens, max_tokens)),
+        sample_key(buckets, num_few, plain),
+        forward_key(buckets, served_prompt_tokens(builder, is_cpu=is_cpu)),
         sample_key(buckets, 1, plain),
         forward_key(buckets, 1, decodes_only=True),
+        forward_key(buckets, num_few, decodes_only=True),
     ]
     if not config.enable_chunked_prefill:
         first.append(forward_key(buckets, max_tokens))
@@ -114,6 +118,12 @@ def served_keys(
 
     keys = [*programs.lower, *(programs.lower_masked if _has_grammars() else ())]
     return first, sorted(filter(is_behind, keys), key=rank)
+
+
+def served_prompt_tokens(builder: StepInputBuilder, *, is_cpu: bool) -> int:
+    """Return the token bucket of the steps that compute prompts when a server is ready."""
+    num_tokens = CPU_PROMPT_TOKENS if is_cpu else DEVICE_PROMPT_TOKENS
+    return builder.buckets.tokens_for(min(num_tokens, builder.sizes.max_num_batched_tokens))
 
 
 def _has_grammars() -> bool:

@@ -1,7 +1,8 @@
 """The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run in a step.
 
 Background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
-that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to, and
+that compiling takes no processor time from the first token; `start_behind` has programs compiled one at a time in the
+pauses between requests; `get` returns an executable and waits if it has to, and
 `ask` only lets it be compiled before all others. The plan knows keys and how to lower them (programs.py), not what they
 compute. It also listens to `jax.monitoring`, which reports every compilation in the process: those on the thread of a
 step are counted in `num_outside` and should be 0.
@@ -24,7 +25,9 @@ import jax
 
 from ..checks import one_line
 from ..errors import EngineStoppedError
+from .compile_threads import lower_own_priority
 from .jax_settings import trace_settings
+from .pauses import Pauses
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 DEFERRED_START_S = 2.0
@@ -100,6 +103,10 @@ class CompilePlan:
         self._compilers = _compilers(num_compilers, "jpaged-compile")
         self._urgent = _compilers(MAX_URGENT, "jpaged-compile-now")
         """Compiles what a step waits for, past the queue of `_compilers`."""
+        self.pauses = Pauses()
+        """When the keys of `start_behind` may be compiled."""
+        self._asked: set[Key] = set()
+        """Keys of `start_behind` that are not held any more, since a request needs them."""
         self._serving: set[int] = set()
         """Threads that are executing a step now."""
         self._closed: Future[None] = Future()
@@ -163,13 +170,8 @@ class CompilePlan:
         with self._lock:
             return bool(self._deferred) or not all(future.done() for future in (*self._futures.values(), *self._begun))
 
-    def start(
-        self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None, *, num_at_once: int | None = None
-    ) -> None:
+    def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Start compiling these keys in the background, in this order, and return at once.
-
-        `num_at_once` of them are compiled at the same time, beside those that other calls have started; None is the
-        plan's own number, which all such calls share.
 
         Keys that were started before are not started again. `progress(num_done, total)` is called once with `num_done`
         0, and then after each of these keys has ended, also if it failed or if `get` took it out of the queue. The
@@ -179,18 +181,32 @@ class CompilePlan:
         with self._lock:
             self._check_open()
             keys = list(dict.fromkeys(keys))  # Equal keys count once; their order stays.
-            new_keys = [key for key in keys if key not in self._futures]
-            if unknown := [key for key in new_keys if not self._is_known(key)]:
-                raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
-            compilers = self._compilers if num_at_once is None else _compilers(num_at_once, "jpaged-compile-behind")
+            new_keys = self._new_keys(keys)
             for key in new_keys:
-                self._futures[key] = compilers.submit(self._compile, key)
+                self._futures[key] = self._compilers.submit(self._compile, key)
             if progress is None or not new_keys:
                 return
             progress(0, len(keys))
             num_done = count(1)
             for key in keys:
                 self._futures[key].add_done_callback(lambda _: progress(next(num_done), len(keys)))
+
+    def start_behind(self, keys: Iterable[Key]) -> None:
+        """Start compiling these keys as `start` does, but one at a time, in the pauses between requests.
+
+        The thread gives way to steps. A key that is asked for is not held; see `pauses` for how long others are.
+        """
+        with self._lock:
+            self._check_open()
+            for key in self._new_keys(dict.fromkeys(keys)):
+                self._futures[key] = _compiler_behind().submit(self._compile_behind, key)
+
+    def _new_keys(self, keys: Iterable[Key]) -> list[Key]:
+        """Return those of some keys that were not started; KeyError if one is outside the plan."""
+        new_keys = [key for key in keys if key not in self._futures]
+        if unknown := [key for key in new_keys if not self._is_known(key)]:
+            raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
+        return new_keys
 
     def defer(self, keys: Iterable[Key]) -> None:
         """Compile these keys in the background once `start_deferred` is called, or after DEFERRED_START_S seconds.
@@ -241,7 +257,10 @@ class CompilePlan:
             # `cancel` succeeds only while the key still waits in the queue.
             if self._futures[key].cancel():
                 self._futures[key] = self._urgent.submit(self._compile, key)
-            return self._futures[key]
+            future = self._futures[key]
+        self._asked.add(key)
+        self.pauses.recheck()
+        return future
 
     def wait(self) -> None:
         """Wait until every key that was started is compiled; raise the error of the first one that failed, in order.
@@ -292,6 +311,7 @@ class CompilePlan:
             self._begun = [future for future in self._futures.values() if not future.cancel()]
             self._futures.clear()
             self._ready.clear()
+        self.pauses.recheck()
         self._stop_listening()
         wait(self._begun, timeout=CLOSE_S)
 
@@ -323,6 +343,16 @@ class CompilePlan:
             with self._lock:
                 self.num_ended += 1
 
+    def _compile_behind(self, key: Key) -> Executable:
+        """Compile a program as `_compile` does, once a pause has come."""
+        self.pauses.wait(lambda: self.is_closed or key in self._asked)
+        self._check_open()
+        start_s = time.monotonic()
+        try:
+            return self._compile(key)
+        finally:
+            self.pauses.note_work(time.monotonic() - start_s)
+
     def _check_open(self) -> None:
         """Raise EngineStoppedError once the plan is closed."""
         if self.is_closed:
@@ -343,6 +373,12 @@ def _compilers(num_threads: int, name: str) -> ThreadPoolExecutor:
     arenas of memory: after ten engines 40 MB more stayed in the process.
     """
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+
+@cache
+def _compiler_behind() -> ThreadPoolExecutor:
+    """Return a thread that compiles for all engines of this process, and gives way to steps, also while it traces."""
+    return ThreadPoolExecutor(1, thread_name_prefix="jpaged-compile-behind", initializer=lower_own_priority)
 
 
 def _unregister(listen: Callable[..., None]) -> None:

@@ -83,10 +83,12 @@ class ProgramGate:
         The programs that decode several tokens of its mode are compiled behind, if they are not yet. Until they are
         ready its rows decode one token a step.
         """
+        if not self._running:
+            self.plan.pauses.note(are_running=True)
         self._running[_sampling_of(request)] += 1
         if request.scoring is None:
             keys = [key for key in self.choice.decodes(request.mode) if key in self.plan.programs]
-            self.plan.start(keys, num_at_once=1)
+            self.plan.start_behind(keys)
 
     def leave(self, request: Request) -> None:
         """Note that this request runs no more."""
@@ -95,6 +97,8 @@ class ProgramGate:
         if not self._running[sampling]:
             del self._running[sampling]
             self._num_left += 1
+        if not self._running:
+            self.plan.pauses.note(are_running=False)
 
     def new_limits(self) -> StepLimits | None:
         """Return what the programs that are ready can compute in a step; None if that is as at the last call."""

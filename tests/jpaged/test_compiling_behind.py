@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged import Engine, EngineConfig, SamplingParams
@@ -80,6 +81,18 @@ def run(engine: Engine, until: Any) -> dict[str, Any]:
 
 def results(output: Any) -> Any:
     return output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs
+
+
+def test_a_server_that_is_ready_has_computed_a_step(tiny: str, compiler: Compiler) -> None:
+    """It has touched the pages of every layer, which no request has: the null page, and nothing of it counts."""
+    compiler.may_go_on.set()
+    with serving(tiny) as engine:
+        layout = engine.runner.state.cache.layout
+        for array in engine.runner.state.cache.pages:
+            null_pages = np.asarray(array)[:: layout.num_pages].astype(np.float32)
+            assert null_pages.shape[0] == layout.num_layers
+            assert all(page.any() for page in null_pages)
+        assert engine.stats()["steps"] == engine.stats()["prompt_tokens"] == 0
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -97,9 +97,9 @@ def test_get_does_not_wait_for_keys_before_it_in_the_queue(plan, lowering):
     assert lowering.begun == ["a", "b", "d", "c"]
 
 
-def test_keys_are_compiled_one_at_a_time_where_that_is_asked_for(plan, lowering):
+def test_keys_behind_are_compiled_one_at_a_time(plan, lowering):
     lowering.may_go_on.clear()
-    plan.start("ab", num_at_once=1)
+    plan.start_behind("ab")
     plan.start("c")
     wait_for(lambda: sorted(lowering.begun) == ["a", "c"])
     time.sleep(0.05)
@@ -109,6 +109,32 @@ def test_keys_are_compiled_one_at_a_time_where_that_is_asked_for(plan, lowering)
     plan.wait()
     assert plan.progress == (3, 3)
     assert all(map(plan.is_ready, "abc"))
+
+
+def test_keys_behind_wait_while_requests_run_but_for_one_that_is_asked_for(plan, lowering):
+    """Held for as long as it can be told: a program before them took very long."""
+    plan.pauses.note_work(1e6)
+    plan.pauses.note(are_running=True)
+    plan.start_behind("abc")
+    wait_for(lambda: plan.pauses.is_holding)
+    assert plan.get("b")(jnp.zeros(3)).tolist() == [1, 1, 1]
+    assert plan.get("a")(jnp.zeros(3)).tolist() == [1, 1, 1], "also the one that is held now"
+    plan.pauses.note_work(1e6)
+    assert lowering.begun == ["b", "a"]
+    assert plan.is_compiling
+    plan.pauses.note(are_running=False)
+    plan.wait()
+    assert lowering.begun == ["b", "a", "c"]
+
+
+def test_closing_ends_the_wait_for_a_pause(plan, lowering):
+    plan.pauses.note_work(1e6)
+    plan.pauses.note(are_running=True)
+    plan.start_behind("ab")
+    wait_for(lambda: plan.pauses.is_holding)
+    plan.close()
+    wait_for(lambda: not plan.is_compiling)
+    assert lowering.begun == []
 
 
 def test_a_failed_compilation_is_raised_logged_and_not_counted_as_ready(plan, caplog):

@@ -1,10 +1,12 @@
 """Step programs that a start keeps: the next start traces nothing and computes the same."""
 
 import logging
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,34 @@ def test_another_process_finds_them_and_native_code_that_is_gone_is_compiled_aga
     assert list(cache.glob("native_*"))
 
 
+@pytest.mark.parametrize("are_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_starts_at_once_find_an_empty_directory_and_leave_whole_files(
+    tiny: str, directory: Path, are_processes: bool, request: pytest.FixtureRequest
+) -> None:
+    """Both compute the same, as does the next start, which traces nothing."""
+    command = [sys.executable, "-m", "jpaged.generate", "--model", tiny, "--max-tokens", "3", "--warmup", "off"]
+    command += ["--temperature", "0", "--max-num-seqs", "4", "--compilation-cache-dir", str(directory), "some text"]
+
+    def run(_: int) -> object:
+        if not are_processes:
+            return results(start(tiny))
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
+
+    kept_shapes.cache_clear()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert first == second
+    files = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+    kept = [name for name in files if name.startswith(("step_", "executable_"))]
+    assert kept
+    assert all(read_kept(directory / name) is not None for name in kept)
+    assert not [name for name in files if name.endswith(".part")]
+    if not are_processes:
+        kept_shapes.cache_clear()
+        request.getfixturevalue("nothing_is_traced")
+    assert run(0) == first
+
+
 @pytest.mark.parametrize("fault", [pytest.param("cut", marks=pytest.mark.slow), "changed"])
 def test_a_torn_file_is_traced_again(tiny: str, directory: Path, fault: str) -> None:
     first = results(start(tiny))
@@ -206,13 +236,34 @@ def test_a_start_that_ended_before_xla_had_compiled_keeps_what_was_traced(
     assert list(directory.glob("executable_*"))
 
 
-def test_a_directory_that_refuses_files_costs_nothing_but_time(
-    tiny: str, first: dict[int, list[object]], directory: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", ["gone", "full"])
+def test_a_directory_that_refuses_files_costs_a_warning_and_time(
+    tiny: str,
+    first: dict[int, list[object]],
+    directory: Path,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A limit on the sizes of files stands for a full disk: what does not fit is not there, nor is a part of it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # CPython would leave torn bytecode of modules.
     shutil.rmtree(directory)
-    with caplog.at_level(logging.ERROR):
-        assert results(start(tiny)) == first[0]
-    assert not caplog.records
+    kept_shapes.cache_clear()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fault == "full":
+        directory.mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert results(start(tiny)) == first[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    cause = "File too large" if fault == "full" else "No such file or directory"
+    expected = f"{directory}: programs are not kept, each start compiles them anew: {cause}"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    kept = list(directory.iterdir()) if fault == "full" else []
+    assert all(read_kept(file) is not None for file in kept)
+    assert bool(kept) == (fault == "full"), "small files fit"
 
 
 def test_files_of_equal_sizes_whose_matrices_are_stored_in_other_formats_share_no_programs(

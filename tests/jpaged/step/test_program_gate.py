@@ -100,6 +100,24 @@ def test_the_decode_programs_of_a_mode_are_compiled_once_a_request_of_it_runs(
     wait_for(lambda: set(DECODES) <= ready(plan))
 
 
+def test_programs_behind_are_held_while_requests_run_but_for_one_that_another_request_lacks(
+    plan: CompilePlan, gate: ProgramGate
+) -> None:
+    plan.pauses.note_work(1e6)  # So long that they would be held for ever.
+    one, other, masked = request(), request(temperature=0.0), request(has_grammar=True)
+    gate.enter(one)
+    gate.enter(other)
+    before = ready(plan)
+    plan.start_behind([("forward", 128), ("sample_masked", 64, RANDOM), SET_RULES_KEY])
+    wait_for(lambda: plan.pauses.is_holding)
+    gate.leave(one)
+    assert not gate.admits(masked)
+    wait_for(lambda: gate.admits(masked))
+    assert ready(plan) - before == {("sample_masked", 64, RANDOM)}
+    gate.leave(other)
+    wait_for(lambda: {("forward", 128), SET_RULES_KEY} <= ready(plan))
+
+
 def test_a_request_waits_for_a_sampler_that_draws_its_rows_beside_those_that_run(
     plan: CompilePlan, gate: ProgramGate
 ) -> None:
