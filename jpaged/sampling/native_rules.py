@@ -28,7 +28,7 @@ from .top_blocks import BLOCK, BlockRows
 BITS = RuleBits(
     in_prompt=IN_PROMPT,
     ends=ENDS,
-    count=COUNT_MASK,
+    drawn=COUNT_MASK,
     is_first=IS_FIRST,
     is_last=IS_LAST,
     is_matched=IS_MATCHED,

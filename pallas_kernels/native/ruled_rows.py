@@ -38,7 +38,7 @@ class RuleBits(NamedTuple):
 
     in_prompt: int
     ends: int
-    count: int
+    drawn: int
     """A mask: the bits of `tokens` that count how often a token was drawn."""
     is_first: int
     is_last: int
@@ -315,10 +315,10 @@ def _ruled_vector(code: Code, bits: RuleBits, rules: _RowRules, logits: ir.Value
     repetition = code.broadcast(rules.repetition, lanes)
     inverse = code.broadcast(build.fdiv(constant(F32, 1.0), rules.repetition), lanes)
     factor = build.select(build.fcmp_ordered(">", logits, zero), inverse, repetition)
-    logits = build.select(has(bits.count | bits.in_prompt), build.fmul(logits, factor), logits)
-    counts = build.sitofp(build.and_(tokens, constant(int_type, bits.count)), vector_type)
+    logits = build.select(has(bits.drawn | bits.in_prompt), build.fmul(logits, factor), logits)
+    counts = build.sitofp(build.and_(tokens, constant(int_type, bits.drawn)), vector_type)
     logits = code.add_product(build.fneg(code.broadcast(rules.frequency, lanes)), counts, logits)
-    return build.fsub(logits, build.select(has(bits.count), code.broadcast(rules.presence, lanes), zero))
+    return build.fsub(logits, build.select(has(bits.drawn), code.broadcast(rules.presence, lanes), zero))
 
 
 def _mask_bias(code: Code, mask: ir.Value, token: ir.Value, lanes: int) -> ir.Value:
