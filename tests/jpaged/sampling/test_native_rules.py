@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jpaged.pallas_kernels.native import llvm, processor, ruled_rows
-from jpaged.sampling.logit_rules import LogitRulesState, new_rules, record_tokens, set_rules
+from jpaged.sampling.logit_rules import LogitRulesState, apply_rules, new_rules, record_tokens, set_rules
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.logits_processor import LogitsProcessor
 from jpaged.sampling.native_rules import natively_ruled
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, num_mask_words, pack_columns
-from jpaged.sampling.sampler import SampledRows, SampleSettings, sample
+from jpaged.sampling.sampler import SampledRows, SampleSettings, mask_bias, sample
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.sampling.sampling_rows import SamplingRows
 from jpaged.sampling.top_blocks import block_rows
@@ -26,6 +26,8 @@ RULED = (
 )
 RANDOM = ({"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"temperature": 0}, {"temperature": 1.3}, {"min_p": 0.05})
 LOGPROBS = (None, 3, 0)
+VOCAB_SIZE = 5003
+"""Forty blocks, of which a rule touches some; the last one is short."""
 
 
 class Requests:
@@ -44,7 +46,7 @@ class Requests:
             )
             columns[SAMPLE_FIELDS.index("output_index"), row] = row % 7
             last = vocab_size - 1
-            words = [(4,), (last,), (6, 0, last - 1), (7, 6)] if "bad_words" in asked else []
+            words = [(4,), (last,), (6, 0, last - 1), (7, 6), (vocab_size // 2,)] if "bad_words" in asked else []
             output = [*rng.integers(0, vocab_size, 11).tolist(), 6, 0]
             packed = spec.row(
                 params,
@@ -102,29 +104,35 @@ def test_rows_are_sampled_as_by_xla(vocab_size, mode, logprobs_mode, with_masks)
         assert np.array_equal(native.scores.ranks[scored], wanted.scores.ranks[scored])
 
 
+@pytest.mark.parametrize("with_masks", [False, True], ids=["rules", "rules and masks"])
 @pytest.mark.parametrize("has_avx512", [False, True], ids=["eight lanes", "sixteen"])
-def test_logits_become_what_the_rules_say_and_are_given_back(has_avx512, monkeypatch):
+def test_logits_become_what_the_rules_say_and_are_given_back(has_avx512, with_masks, monkeypatch):
     if has_avx512 and not processor.host_has_avx512():
         pytest.skip("this processor has no vectors of sixteen lanes")
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
-    requests = Requests(203)
-    is_ruled = jnp.arange(ROWS) % 4 != 2
+    requests = Requests(VOCAB_SIZE)
+    rows, is_ruled = requests.rows, jnp.arange(ROWS) % 4 != 2
 
-    def apply(logits: jax.Array, rules: LogitRulesState, masks: jax.Array) -> tuple[jax.Array, ...]:
-        blocks = block_rows(logits)
-        ruled = natively_ruled(blocks, requests.rows, is_ruled, rules, masks, vocab_size=203)
-        raw = ruled.raw(ruled.logits.maxima)
-        # Arithmetic, so that XLA returns an array of its own and not the one that is changed in place.
-        return ruled.logits.blocks * 1, ruled.logits.maxima, ruled.logits.has_nan, raw.blocks * 1
+    def apply(logits: jax.Array, rules: LogitRulesState, masks: jax.Array | None) -> tuple[jax.Array, ...]:
+        wanted = apply_rules(logits, rules, rows.ruled_slot, rows.output_index)
+        wanted += 0.0 if masks is None else mask_bias(masks, VOCAB_SIZE)
+        # Arithmetic, so that each array is one of its own and not the one that is changed in place.
+        ruled = natively_ruled(block_rows(logits * 1), rows, is_ruled, rules, masks, vocab_size=VOCAB_SIZE)
+        raw = ruled.raw(jnp.argmax(ruled.logits.blocks * 1, axis=2))
+        again = natively_ruled(block_rows(logits * 1), rows, is_ruled, rules, masks, vocab_size=VOCAB_SIZE).logits
+        return wanted, again.blocks * 1, again.maxima, again.has_nan, raw.blocks * 1
 
     ruled_rows._handler.cache_clear()
-    ruled, maxima, has_nan, raw = jax.jit(apply)(requests.logits, requests.rules, requests.masks)
+    masks = requests.masks if with_masks else None
+    wanted, ruled, maxima, has_nan, raw = map(np.asarray, jax.jit(apply)(requests.logits, requests.rules, masks))
     ruled_rows._handler.cache_clear()
-    blocks = block_rows(requests.logits).blocks
+    blocks = np.asarray(block_rows(requests.logits).blocks)
     assert np.array_equal(raw, blocks, equal_nan=True)
+    assert np.array_equal(ruled[~is_ruled], blocks[~is_ruled], equal_nan=True)
+    given = ruled.reshape(ROWS, -1)[:, :VOCAB_SIZE]
+    np.testing.assert_allclose(given[is_ruled], wanted[is_ruled], rtol=1e-6, atol=1e-6)
     assert np.array_equal(has_nan, np.isnan(ruled).any(axis=2))
     assert np.array_equal(np.where(has_nan, 0, maxima), np.where(has_nan, 0, np.max(ruled, axis=2)))
-    assert np.array_equal(ruled[~is_ruled], blocks[~is_ruled], equal_nan=True)
 
 
 def test_a_drawn_token_touches_its_block():
