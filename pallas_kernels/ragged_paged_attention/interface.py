@@ -113,7 +113,7 @@ class LayerInputs:
     kv_scales: LayerScales | None
     """Scales of the layer's keys and values, for pages of one byte a number."""
     first_page: Int[Array, ""]
-    """Index of the layer's first page in the arrays of the cache."""
+    """`KVLayout.entry` of the layer's page 0."""
     slots: Int[Array, " T"]
     """`AttentionMetadata.slot_mapping` of the layer's page-table group."""
     tables: Int[Array, "R P"]
@@ -158,14 +158,18 @@ class KVShape:
 class KVLayout(KVShape):
     """A KV cache as a backend lays it out: an object that is handed around, never a convention.
 
-    Page p of layer index i is entry i × num_pages + p of each array. This class lays keys and values out as an array
-    each, [L × C, K, Z, H]; subclasses do it in other ways.
+    This class lays keys and values out as an array each, [L × C, K, Z, H], with the pages of one layer after those of
+    another; subclasses do it in other ways.
     """
 
     @classmethod
     def of(cls, shape: KVShape, **added_fields: Any) -> Self:
         """Return the layout of a cache of these sizes; `added_fields` are those that a subclass has beside them."""
         return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **added_fields)
+
+    def entry(self, layer: Any, page: Any) -> Any:
+        """Return the entry of each array that is this page of a layer, by the layer's index; both may be arrays."""
+        return layer * self.num_pages + page
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

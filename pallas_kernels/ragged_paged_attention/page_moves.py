@@ -62,4 +62,4 @@ def put_pages(
 
 def _entries(page: Int[Array, ""], layout: KVLayout) -> Int[Array, " L"]:
     """Return the index of a page's entry for each layer."""
-    return jnp.arange(layout.num_layers, dtype=jnp.int32) * layout.num_pages + page
+    return layout.entry(jnp.arange(layout.num_layers, dtype=jnp.int32), page)

@@ -101,17 +101,16 @@ class PagedCache:
     def _place(self, layer: int | Int[Array, ""]) -> tuple[int, Int[Array, ""]]:
         """Return the index of a layer's page-table group, and the index of the layer's page 0 in the arrays of pages.
 
-        The arrays hold the pages of all layers of a group, layer after layer. Raises ValueError for a traced layer in a
-        cache of several groups, since a program reads one group's tables.
+        Raises ValueError for a traced layer in a cache of several groups, since a program reads one group's tables.
         """
         if not isinstance(layer, jax.core.Tracer):
             place = self.layers[layer]
-            return place.table_group, jnp.int32(place.index * self.layout.num_pages)
+            return place.table_group, jnp.int32(self.layout.entry(place.index, 0))
         table_group, *others = {place.table_group for place in self.layers}
         if others:
             got, way_out = "a traced number for the layer", "layers with different windows need their own numbers"
             raise ValueError(f"attend: got {got}, wanted an integer of Python: {way_out}")
-        first_pages = jnp.array([place.index * self.layout.num_pages for place in self.layers], jnp.int32)
+        first_pages = jnp.array([self.layout.entry(place.index, 0) for place in self.layers], jnp.int32)
         return table_group, first_pages[layer]
 
     def _attend_on_devices(

@@ -89,7 +89,7 @@ def attend_tiles(
         has_amx=has_amx_unit(),
     )
     sinks = None if sinks is None else sinks * LOG2_E
-    arrays = [q.astype(jnp.float32), pages.keys, pages.values, tables, positions, pages.first_page[None]]
+    arrays = [q.astype(jnp.float32), pages.keys, pages.values, tables, positions, pages.place]
     # Tiles are numbered in the order of these counts: shared tiles, decode rows, query tiles. All decode rows count
     # here, but the own tile of a row in a shared tile is empty: `num_shared_pages` [R] is above 0 for such a row.
     counts = jnp.stack([plan.num_shared_tiles[0], num_decode_rows, plan.num_query_tiles[0]])
@@ -135,6 +135,8 @@ class TileArguments(NamedTuple):
     num_query_tiles: ir.Value
     first_page: ir.Value
     """Index of the layer's page 0 among the pages of all layers."""
+    page_step: ir.Value
+    """From there to the layer's page 1."""
     num_threads: ir.Value
     """Threads that share the units."""
 
@@ -157,7 +159,7 @@ def _attend_handler(shape: Shape) -> str:
         `MAX_SERIAL_ELEMENTS` elements of keys, or if there is any query tile.
         """
         build, args, out = code.build, call.arguments, call.results[0]
-        q, keys, values, tables, positions, first_page, counts, query_tiles, shared_tiles, *others = args
+        q, keys, values, tables, positions, place, counts, query_tiles, shared_tiles, *others = args
         members, num_shared_pages, sinks, scales = others
         num_shared_tiles, num_decode_rows, num_query_tiles = (code.load_index(counts.data, i) for i in range(3))
         token_size = num_kv_heads * group_size * shape.head_size
@@ -191,7 +193,8 @@ def _attend_handler(shape: Shape) -> str:
             num_decode_rows=num_decode_rows,
             num_query_tiles=num_query_tiles,
             out=out.data,
-            first_page=code.load_index(first_page.data, 0),
+            first_page=code.load_index(place.data, 0),
+            page_step=code.load_index(place.data, 1),
             num_threads=call.num_threads,
         )
         return Work(list(arguments), num_units=[build.mul(num_tiles, I64(num_kv_heads))], is_large=is_large)
@@ -253,8 +256,9 @@ def _attend_handler(shape: Shape) -> str:
 
         def page_of(row: ir.Value, table_index: ir.Value) -> ir.Value:
             """Return a page of a row's table as an index among the pages of all layers and KV heads."""
-            page = add(given.first_page, code.load_index(given.tables, add(mul(row, given.table_len), table_index)))
-            return add(mul(page, I64(num_kv_heads)), head)
+            page = code.load_index(given.tables, add(mul(row, given.table_len), table_index))
+            entry = add(given.first_page, mul(page, given.page_step))
+            return add(mul(entry, I64(num_kv_heads)), head)
 
         def attend_pages(begin_token: ir.Value, end_token: ir.Value, begin: ir.Value, end: ir.Value) -> None:
             """Emit the attention of the tile's tokens `begin_token` … `end_token` − 1 to some pages, in their order.

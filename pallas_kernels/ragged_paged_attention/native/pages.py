@@ -41,6 +41,14 @@ MAX_TOKENS_OF_SMALL_UNITS = 64
 class NativePages(LayerPages):
     """Keys [C, K, H, Z] and values [C, K, Z, H], or pairs [C, K, H ÷ 2, Z] and [C, K, Z ÷ 2, H]."""
 
+    page_step: int = 1
+    """The layer's page p is `first_page` + p × `page_step` in these arrays."""
+
+    @property
+    def place(self) -> Int[Array, " 2"]:
+        """Where the layer's pages are, as native code reads it: its first page, and the step to the next."""
+        return jnp.stack([self.first_page, jnp.int32(self.page_step)])
+
     @property
     def is_bf16_packed(self) -> bool:
         return bool(self.keys.dtype == PACKED_BF16)
@@ -95,7 +103,7 @@ def write_pages(
     name = _write_handler(pages.is_bf16_packed, pages.byte_dtype, num_kv_heads, head_size, pages.page_size)
     call = ffi_call(name, shapes, input_output_aliases={0: 0, 1: 1})
     new_kv = k.astype(jnp.float32), v.astype(jnp.float32)
-    keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.first_page[None], stacked(scales))
+    keys, values = call(pages.keys, pages.values, *new_kv, slots, pages.place, stacked(scales))
     return keys, values
 
 
@@ -122,7 +130,7 @@ def _write_handler(
     def prepare(code: Code, call: Call) -> Work:
         """Emit code that cuts the tokens into units; return the work.
 
-        The arguments are keys, values, k, v, slots, first page and scales; the results are keys and values, in the same
+        The arguments are keys, values, k, v, slots, place and scales; the results are keys and values, in the same
         memory as the first two arguments. Steps of few tokens get small units. 10 tokens in units of 4 are 3 units.
         """
         build, args = code.build, call.arguments
@@ -132,12 +140,12 @@ def _write_handler(
         num_units = build.sdiv(build.add(num_tokens, build.sub(tokens_per_unit, I64(1))), tokens_per_unit)
         is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
         data = [buffer.data for buffer in (*call.results, *args[2:5])]
-        numbers = [code.load_index(args[5].data, 0), num_tokens, tokens_per_unit]
+        numbers = [*(code.load_index(args[5].data, index) for index in range(2)), num_tokens, tokens_per_unit]
         return Work([*data, args[6].data, *numbers], [num_units], is_large)
 
     def body(code: Code, arguments: list[ir.Value], unit: ir.Value) -> None:
         """Emit code that writes the tokens of unit `unit`, head by head; the last unit may have fewer tokens."""
-        keys, values, k, v, slots, scales, first_page, num_tokens, tokens_per_unit = arguments
+        keys, values, k, v, slots, scales, first_page, page_step, num_tokens, tokens_per_unit = arguments
         build, add, mul = code.build, code.build.add, code.build.mul
         begin = mul(unit, tokens_per_unit)
 
@@ -176,7 +184,7 @@ def _write_handler(
             """
             page, slot_in_page = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
             token_offset = mul(token, I64(token_values))
-            page_head = mul(add(first_page, page), I64(num_kv_heads))
+            page_head = mul(add(first_page, mul(page, page_step)), I64(num_kv_heads))
             for head in range(num_kv_heads):
                 source, page_head_index = add(token_offset, I64(head * head_size)), add(page_head, I64(head))
                 round_head(k, source, rounded_key, head)

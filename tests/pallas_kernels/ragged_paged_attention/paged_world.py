@@ -185,7 +185,7 @@ class World:
         page_size, num_pages = self.layout.page_size, self.layout.num_pages
         is_written = np.zeros((self.layout.num_layers * num_pages, page_size), bool)
         for place in self.shape.layers:
-            pages = slots[place.table_group] // page_size + place.index * num_pages
+            pages = self.layout.entry(place.index, slots[place.table_group] // page_size)
             is_written[pages, slots[place.table_group] % page_size] = True
         for old, new, slot_axis in zip(before, self.cache.pages, self.shape.slot_axes, strict=True):
             old_slots, new_slots = (slots_of(x, slot_axis, page_size) for x in (old, new))

@@ -70,7 +70,7 @@ def bits(arrays, layout):
     found = []
     for array in arrays:
         values = np.asarray(array)
-        by_layer = values.reshape(layout.num_layers, layout.num_pages, *values.shape[1:])
+        by_layer = values[layout.entry(np.arange(layout.num_layers)[:, None], np.arange(layout.num_pages))]
         found.append(by_layer.view(f"u{values.itemsize}").copy())
     return found
 

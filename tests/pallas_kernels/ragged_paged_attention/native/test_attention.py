@@ -121,7 +121,8 @@ class Step:
         tokens += [token for _, start, count in self.prefill for token in range(start, start + count)]
         for token in tokens:
             length = self.positions[token] + 1
-            ids = int(self.pages.first_page) + self.tables[self.rows[token], : -(-length // page_size)]
+            table = self.tables[self.rows[token], : -(-length // page_size)]
+            ids = int(self.pages.first_page) + self.pages.page_step * table
             seen = slice(0 if window is None else max(0, length - window), length)
             for head in range(q.shape[1]):
                 k = np.concatenate(keys[ids, head], axis=1)[:, seen]
@@ -148,6 +149,7 @@ def random_step(
     *,
     padding: int = 0,
     first_page: int = 0,
+    page_step: int = 1,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -158,13 +160,14 @@ def random_step(
     rows = np.repeat(np.arange(len(lens)), counts)
     positions = np.concatenate([np.arange(n - count, n) for n, count in zip(lens, counts, strict=True)])
     most = max(-(-n // page_size) for n in lens) + 1
-    tables = rng.integers(0, NUM_PAGES - first_page, (len(lens), most)).astype(np.int32)
+    tables = rng.integers(0, (NUM_PAGES - first_page) // page_step, (len(lens), most)).astype(np.int32)
     tables[np.arange(most)[None] * page_size >= np.array(lens)[:, None]] = 2**30  # Not looked at.
     starts = np.cumsum([0, *counts])
     first = len(lens) - len(queries)
     prefill = [(row, int(starts[row]), counts[row]) for row in range(first, len(lens))]
     q = rng.normal(size=(len(rows) + padding, heads, group, head_size)).astype(np.float32)
-    layer = NativePages(*pages, jnp.int32(first_page), AttendOptions(scale or head_size**-0.5, window, soft_cap))
+    options = AttendOptions(scale or head_size**-0.5, window, soft_cap)
+    layer = NativePages(*pages, jnp.int32(first_page), options, page_step)
     padded = np.concatenate([positions, np.full(padding, 7)]).astype(np.int32)
     return Step(layer, q, tables, rows, padded, first, prefill)
 
@@ -195,7 +198,9 @@ def test_tokens_see_what_attention_says(
     window, soft_cap = MASKS[mask]
     lens = [1, page_size - 1, page_size, page_size + 1, 3 * page_size, 4 * page_size - 1]
     lens, queries = [*lens, 2 * page_size + 3, 5, 3 * page_size], (page_size + 2, 5, 1)
-    step = random_step(rng, pages, group, lens, queries, padding=3, first_page=4, window=window, soft_cap=soft_cap)
+    step = random_step(
+        rng, pages, group, lens, queries, padding=3, first_page=4, page_step=3, window=window, soft_cap=soft_cap
+    )
     out = step.attend()
     assert step.error(out) < 2e-6
     assert (out[-3:] == 0).all(), "padding"
@@ -466,18 +471,18 @@ def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dt
     shapes = (NUM_PAGES, heads, head_size, page_size), (NUM_PAGES, heads, page_size, head_size)
     wanted = [np.array(jnp.asarray(rng.normal(size=shape), dtype), np.float32) for shape in shapes]
     pages = [in_words(array, dtype) for array in wanted]
-    first_page = 3
-    slots = 1 + rng.permutation((NUM_PAGES - first_page) * page_size - 1)[:num_tokens].astype(np.int32)
+    first_page, page_step = 1, 2
+    slots = 1 + rng.permutation((NUM_PAGES - first_page) // page_step * page_size - 1)[:num_tokens].astype(np.int32)
     slots = rng.permutation(np.concatenate([slots, np.zeros_like(slots)]))
     k, v = (jnp.asarray(rng.normal(size=(len(slots), heads, head_size)), dtype) for _ in range(2))
     for token in np.flatnonzero(slots):
         slot = slots[token]
-        page, place = first_page + slot // page_size, slot % page_size
+        page, place = first_page + page_step * (slot // page_size), slot % page_size
         wanted[0][page, :, :, place] = k[token]
         wanted[1][page, :, place] = v[token]
 
     def write(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        layer = NativePages(keys, values, jnp.int32(first_page), AttendOptions(1.0))
+        layer = NativePages(keys, values, jnp.int32(first_page), AttendOptions(1.0), page_step)
         return write_pages(layer, k, v, jnp.asarray(slots))
 
     found = jax.jit(write, donate_argnums=(0, 1))(*pages)
