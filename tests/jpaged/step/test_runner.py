@@ -83,8 +83,9 @@ def fill_pages(runner):
 
 def bits(runner):
     """Return the bits of every page: for each array of the cache, [layer, page, …]."""
-    arrays = [np.array(array) for array in runner.state.cache.pages]
-    return [array.view(np.uint32).reshape(MODEL.num_layers, NUM_PAGES, -1) for array in arrays]
+    entries = runner.state.cache.layout.entry(np.arange(MODEL.num_layers)[:, None], np.arange(NUM_PAGES))
+    arrays = [np.array(array).view(np.uint32)[entries] for array in runner.state.cache.pages]
+    return [array.reshape(MODEL.num_layers, NUM_PAGES, -1) for array in arrays]
 
 
 def assert_pages(runner, before, content):

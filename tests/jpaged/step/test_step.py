@@ -145,7 +145,8 @@ def test_padding_writes_no_page(weights, builder):
     state, _, _, step, _ = run(weights, builder, before, (one, 6))
     assert step.layout.num_tokens > 6, "nothing was padded"
     for array, is_key in zip(state.cache.pages, (True, False), strict=True):
-        by_page = np.asarray(array).reshape(MODEL.num_layers, NUM_PAGES, *array.shape[1:])
+        entries = state.cache.layout.entry(np.arange(MODEL.num_layers)[:, None], np.arange(NUM_PAGES))
+        by_page = np.asarray(array)[entries]
         written = ~np.isnan(by_page)
         # Keys lie [page, head, size, slot], values [page, head, slot, size].
         slots = written.any(axis=(2, 3)) if is_key else written.any(axis=(2, 4))
