@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 MAGIC, X86_64 = b"\x7fELF", 62
@@ -36,14 +37,6 @@ class Function(NamedTuple):
     name: str
     offset: int
     num_bytes: int
-
-
-class LoadedCode(NamedTuple):
-    """Object code in memory, where it stays as long as `memory` does."""
-
-    memory: mmap.mmap
-    addresses: dict[str, int]
-    """Where each of its global functions begins."""
 
 
 class _Section(NamedTuple):
@@ -88,29 +81,36 @@ def functions(code: bytes) -> list[Function]:
     ]
 
 
-def load(code: bytes, address_of: Callable[[str], int]) -> LoadedCode:
-    """Load object code into memory of this process that can be run and not be written.
+def load(code: bytes, address_of: Callable[[str], int]) -> dict[str, int]:
+    """Load object code into memory of this process that can be run and not be written; return where each of its global
+    functions begins.
 
+    The memory is never freed: threads of XLA may run the code until the process is gone, after Python has ended.
     `address_of` returns the address of a function that the code calls and does not define. Raises ValueError if the
-    code has a section to write, or a relocation other than ABSOLUTE: LLVM's large model, which a compiler for the
-    running process uses, writes neither for our modules.
+    code has a section to write, a symbol in none, or a relocation other than ABSOLUTE: LLVM's large model, which a
+    compiler for the running process uses, writes none of these for our modules.
     """
     sections, offsets, size = _sections(code), dict[int, int](), 0
     for number, section in enumerate(sections):
+        if section.flags & ALLOCATED and section.flags & WRITABLE and section.size:
+            raise ValueError(f"object code: got a section to write, number {number}, allowed: none")
         if section.type == CONTENT and section.flags & ALLOCATED:
-            if section.flags & WRITABLE:
-                raise ValueError(f"object code: got a section to write, number {number}, allowed: none")
-            offsets[number] = -(-size // section.alignment) * section.alignment
+            alignment = max(1, section.alignment)
+            offsets[number] = -(-size // alignment) * alignment
             size = offsets[number] + section.size
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory = _new_memory(size)
+    start = ctypes.addressof(memory)
     for number, offset in offsets.items():
         section = sections[number]
         memory[offset : offset + section.size] = code[section.offset : section.offset + section.size]
     symbols = _symbols(code, sections)
 
     def address(symbol: _Symbol) -> int:
-        return address_of(symbol.name) if symbol.section == 0 else start + offsets[symbol.section] + symbol.value
+        if symbol.section == 0:
+            return address_of(symbol.name)
+        if symbol.section not in offsets:
+            raise ValueError(f"object code: got {symbol.name} in section {symbol.section}, allowed: a loaded section")
+        return start + offsets[symbol.section] + symbol.value
 
     for section in sections:
         if section.type == RELOCATIONS and section.info in offsets:
@@ -120,16 +120,29 @@ def load(code: bytes, address_of: Callable[[str], int]) -> LoadedCode:
                     raise ValueError(f"object code: got a relocation of type {kind}, allowed: {ABSOLUTE}")
                 place, wanted = offsets[section.info] + offset, address(symbols[section.link][number]) + addend
                 _ADDRESS.pack_into(memory, place, wanted)
-    _let_run(start, size)
-    defined = (symbol for table in symbols.values() for symbol in table if symbol.section in offsets)
-    return LoadedCode(memory, {symbol.name: address(symbol) for symbol in defined if symbol.binding == GLOBAL})
-
-
-def _let_run(start: int, size: int) -> None:
-    """Let memory from a page's start on be run, and no more be written. Raises OSError if the system refuses it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+    if _libc().mprotect(memory, len(memory), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
         raise OSError(ctypes.get_errno(), "the system does not let memory be made executable")
+    defined = (symbol for table in symbols.values() for symbol in table if symbol.section in offsets)
+    return {symbol.name: address(symbol) for symbol in defined if symbol.binding == GLOBAL}
+
+
+def _new_memory(num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Return new memory that begins at a page of the system and stays until the process ends."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc().mmap(None, max(1, num_bytes), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "the system gives no memory for native code")
+    return (ctypes.c_char * max(1, num_bytes)).from_address(address)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library, for whose functions Python has no memory that outlives its objects."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def _sections(code: bytes) -> list[_Section]:

@@ -31,8 +31,8 @@ Build = Callable[[], "ir.Module"]
 _lock = RLock()
 _addresses: dict[str, int] = {}
 """Where the function of each loaded module begins, by the module's name, which is the function's too."""
-_memory: list[object] = []
-"""Owners of the code of loaded modules, which XLA may call for as long as the process lives."""
+_engines: list[object] = []
+"""LLVM's owners of the code that it has loaded, which XLA may call for as long as the process lives."""
 _handlers: dict[str, None] = {}
 """Names of the modules that are registered with XLA, in order."""
 _linked: list[str] = []
@@ -127,15 +127,14 @@ def _load_kept(name: str) -> int | None:
 def _load(name: str, kept: _ObjectCode) -> int:
     """Load a module's object code; return the address of its function of the module's name."""
     if object_code.is_loadable(kept.code):
-        loaded = object_code.load(kept.code, _function)
-        owner, address = loaded.memory, loaded.addresses.get(name, 0)
+        address = object_code.load(kept.code, _function).get(name, 0)
     else:
         from . import compiler
 
-        owner, address = compiler.load(name, kept.code, {each: _addresses[each] for each in kept.calls})
+        engine, address = compiler.load(name, kept.code, {each: _addresses[each] for each in kept.calls})
+        _engines.append(engine)
     if address == 0:
         raise RuntimeError(f"native code: its object code holds no function {name}")
-    _memory.append(owner)
     _addresses[name] = address
     if _has_perf_map:
         name_functions(name, address, kept.code)

@@ -2,7 +2,9 @@
 
 import ctypes
 import platform
+import subprocess
 import sys
+from pathlib import Path
 
 import llvmlite.binding as binding
 import pytest
@@ -34,13 +36,12 @@ INTEGERS = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 def test_a_function_finds_constants_and_what_it_calls_whoever_loads_it() -> None:
-    doubled = object_code.load(compiler.compile_module(DOUBLE), registry._function)
-    called = doubled.addresses
+    called = object_code.load(compiler.compile_module(DOUBLE), registry._function)
     code = compiler.compile_module(CODE)
     loaded = object_code.load(code, lambda name: called.get(name) or registry._function(name))
     owner, address = compiler.load("jpaged_test", code, called)
-    assert set(loaded.addresses) == {"jpaged_test"}
-    for place in loaded.addresses["jpaged_test"], address:
+    assert set(loaded) == {"jpaged_test"}
+    for place in loaded["jpaged_test"], address:
         assert [INTEGERS(place)(i, -7) for i in range(3)] == [24, 34, 44]
     del owner
 
@@ -51,13 +52,33 @@ def test_a_function_that_is_nowhere_is_named() -> None:
 
 
 def test_code_to_write_and_short_addresses_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^object code: got a section to write, number \d+, allowed: none$"):
-        object_code.load(compiler.compile_module("@count = global i64 1\n" + DOUBLE), registry._function)
+    for count in "global i64 1", "global i64 0":  # With a value, and filled with zeros.
+        with pytest.raises(ValueError, match=r"^object code: got a section to write, number \d+, allowed: none$"):
+            object_code.load(compiler.compile_module(f"@count = {count}\n{DOUBLE}"), registry._function)
     compiler.host_features()
     machine = binding.Target.from_default_triple().create_target_machine(codemodel="small")
     code = machine.emit_object(binding.parse_assembly(CODE))
     with pytest.raises(ValueError, match=r"^object code: got a relocation of type \d+, allowed: 1$"):
         object_code.load(code, registry._function)
+
+
+EXIT = """
+import threading, time
+import jax, jax.numpy as jnp
+import jpaged
+from jpaged.pallas_kernels.native.products.chain import product
+x, weight = jnp.ones((512, 2048)), jnp.full((64, 2048, 32), 0.001)
+work = jax.jit(lambda x, weight: jax.lax.fori_loop(0, 1000, lambda _, x: product(x, weight, 2048), x))
+work = work.lower(x, weight).compile()
+threading.Thread(target=lambda: work(x, weight), daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_a_process_may_end_while_native_code_runs() -> None:
+    command = [sys.executable, "-c", EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_system_tells_the_features_that_llvm_finds() -> None:
