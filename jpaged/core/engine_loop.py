@@ -378,7 +378,7 @@ class EngineLoop:
             with self.plan.serving():
                 core.drop_finished()
                 # A CPU that compiles is slow at steps, and the next step may have to wait for its executable.
-                is_compiling = self._is_cpu and self.plan.is_compiling and not self.plan.pauses.is_holding
+                is_compiling = self._is_cpu and self.plan.is_compiling and not self.plan.is_held
                 core.dispatch_ahead(min(1, max_in_flight) if is_compiling else max_in_flight)
                 sampled = core.retire() if core.in_flight else []
                 self.plan.start_deferred()  # Programs that the first step did not need are compiled now.

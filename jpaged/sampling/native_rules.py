@@ -1,6 +1,7 @@
 """Applies rules and masks to logits by native code, on a CPU that runs it; a program only imports this to be traced.
 
-The results are those of `logit_rules.apply_rules` and `sampler.mask_bias`, in one pass instead of several.
+The results are those of `logit_rules.apply_rules` and `sampler.mask_bias` up to a rounding of penalties, in one pass
+instead of several.
 """
 
 from __future__ import annotations

@@ -106,7 +106,9 @@ class CompilePlan:
         self.pauses = Pauses()
         """When the keys of `start_behind` may be compiled."""
         self._asked: set[Key] = set()
-        """Keys of `start_behind` that are not held any more, since a request needs them."""
+        """Keys that steps or requests need now, so that `start_behind` does not hold them."""
+        self._num_under_way = 0
+        """Programs that are being lowered or compiled."""
         self._serving: set[int] = set()
         """Threads that are executing a step now."""
         self._closed: Future[None] = Future()
@@ -155,6 +157,11 @@ class CompilePlan:
             num_deferred = sum(key not in self._futures for key in self._deferred)
             num_done = sum(future.done() for future in self._futures.values())
             return num_done, len(self._futures) + num_deferred
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether nothing is compiled now, since what is left waits for a pause between requests."""
+        return self.pauses.is_holding and self._num_under_way == 0
 
     @property
     def is_closed(self) -> bool:
@@ -258,7 +265,7 @@ class CompilePlan:
             if self._futures[key].cancel():
                 self._futures[key] = self._urgent.submit(self._compile, key)
             future = self._futures[key]
-        self._asked.add(key)
+            self._asked.add(key)
         self.pauses.recheck()
         return future
 
@@ -321,6 +328,8 @@ class CompilePlan:
         An error of tracing, compiling or `on_compiled` is logged and raised; the key's future keeps it. Once the plan
         is closed, the next of these is left out by EngineStoppedError, and nothing is logged.
         """
+        with self._lock:
+            self._num_under_way += 1
         try:
             with trace_settings():
                 lower = self.programs.get(key) or self._occasional.get(key) or self._update_programs[key]
@@ -342,11 +351,14 @@ class CompilePlan:
         finally:
             with self._lock:
                 self.num_ended += 1
+                self._num_under_way -= 1
 
     def _compile_behind(self, key: Key) -> Executable:
-        """Compile a program as `_compile` does, once a pause has come."""
+        """Compile a program as `_compile` does, once a pause has come; one that is needed now, at full priority."""
         self.pauses.wait(lambda: self.is_closed or key in self._asked)
         self._check_open()
+        if key in self._asked:
+            return self._urgent.submit(self._compile, key).result()
         start_s = time.monotonic()
         try:
             return self._compile(key)
@@ -377,7 +389,10 @@ def _compilers(num_threads: int, name: str) -> ThreadPoolExecutor:
 
 @cache
 def _compiler_behind() -> ThreadPoolExecutor:
-    """Return a thread that compiles for all engines of this process, and gives way to steps, also while it traces."""
+    """Return a thread that compiles for all engines of this process, and gives way to steps, also while it traces.
+
+    A program that is held for one engine's requests holds those of others, too; a server has one engine.
+    """
     return ThreadPoolExecutor(1, thread_name_prefix="jpaged-compile-behind", initializer=lower_own_priority)
 
 

@@ -31,7 +31,7 @@ class Pauses:
         self._last_work_s = 0.0
         """Seconds that the last piece of work took."""
         self.is_holding = False
-        """Whether a piece of work waits: none is done now."""
+        """Whether a piece of work waits now."""
         self._changed = threading.Condition()
 
     def note(self, *, are_running: bool) -> None:
@@ -50,9 +50,11 @@ class Pauses:
         with self._changed:
             latest_s = self._clock() + MAX_HELD * self._last_work_s
             self.is_holding = True
-            while not is_urgent() and (left_s := min(latest_s, self._idle_since_s + PAUSE_S) - self._clock()) > 0:
-                self._changed.wait(left_s)
-            self.is_holding = False
+            try:
+                while not is_urgent() and (left_s := min(latest_s, self._idle_since_s + PAUSE_S) - self._clock()) > 0:
+                    self._changed.wait(left_s)
+            finally:
+                self.is_holding = False
 
     def note_work(self, work_s: float) -> None:
         """Note how many seconds a piece of work took."""

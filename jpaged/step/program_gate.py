@@ -80,8 +80,8 @@ class ProgramGate:
     def enter(self, request: Request) -> None:
         """Note that this request runs now.
 
-        The programs that decode several tokens of its mode are compiled behind, if they are not yet. Until they are
-        ready its rows decode one token a step.
+        The programs that decode several tokens of its mode are compiled behind the others, if they are not yet. Until
+        they are ready its rows decode one token a step.
         """
         if not self._running:
             self.plan.pauses.note(are_running=True)

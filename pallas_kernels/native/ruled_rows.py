@@ -375,12 +375,14 @@ class _RowBlocks:
     """A row's logits in memory, with what is told of each of its blocks."""
 
     def __init__(self, code: Code, block: int, arrays: Sequence[ir.Value], first_block: ir.Value) -> None:
-        """`arrays` are the addresses of a `RuledBlocks`, and `first_block` is the row's first block in them."""
+        """`arrays` are the addresses of all logits, and of the maximum and a flag of each block; `first_block` is the
+        row's first block in them.
+        """
         self._code, self._block, self.lanes = code, block, lanes_for(block)
-        logits, maxima, has_nan = arrays
+        logits, maxima, flags = arrays
         self._logits = _bytes_at(code, logits, code.build.mul(first_block, I64(block)), F32)
         self._maxima = _bytes_at(code, maxima, first_block, F32)
-        self._has_nan = _bytes_at(code, has_nan, first_block, I8)
+        self._flags = _bytes_at(code, flags, first_block, I8)
 
     def load(self, token: ir.Value, lanes: int) -> ir.Value:
         """Load a vector of logits from `token` on."""
@@ -412,15 +414,15 @@ class _RowBlocks:
     def copy_summary(self, source: _RowBlocks, index: ir.Value) -> None:
         """Emit a copy of what is told of a block."""
         self._code.store(self._code.load(source._maxima, index, F32), self._maxima, index)
-        self._code.store(self._code.load(source._has_nan, index, I8), self._has_nan, index)
+        self._code.store(self._code.load(source._flags, index, I8), self._flags, index)
 
     def set_flag(self, flag: ir.Value, index: ir.Value) -> None:
         """Emit a block's flag; see `has_flag`."""
-        self._code.store(self._code.build.zext(flag, I8), self._has_nan, index)
+        self._code.store(self._code.build.zext(flag, I8), self._flags, index)
 
     def has_flag(self, index: ir.Value) -> ir.Value:
         """Return a block's flag: whether it holds a NaN, or in saved blocks whether it was changed."""
-        return _is_set(self._code, self._has_nan, index)
+        return _is_set(self._code, self._flags, index)
 
     def _vectors_of(self, index: ir.Value) -> Iterator[ir.Value]:
         """Yield the first token of each vector of a block."""
@@ -440,4 +442,4 @@ class _RowBlocks:
             maximum = code.maximum(values, maximum)
             is_nan = build.or_(is_nan, build.fcmp_unordered("uno", values, values))
         code.store(code.reduce(maximum, code.maximum), self._maxima, index)
-        code.store(build.zext(code.reduce(is_nan, build.or_), I8), self._has_nan, index)
+        code.store(build.zext(code.reduce(is_nan, build.or_), I8), self._flags, index)

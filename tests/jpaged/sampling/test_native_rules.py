@@ -1,4 +1,4 @@
-"""Rules and masks in native code: what is drawn and scored is what XLA's passes give, bit for bit."""
+"""Rules and masks in native code: what is drawn and scored is what XLA's passes give."""
 
 import jax
 import jax.numpy as jnp

@@ -116,8 +116,14 @@ def test_keys_behind_wait_while_requests_run_but_for_one_that_is_asked_for(plan,
     plan.pauses.note_work(1e6)
     plan.pauses.note(are_running=True)
     plan.start_behind("abc")
-    wait_for(lambda: plan.pauses.is_holding)
-    assert plan.get("b")(jnp.zeros(3)).tolist() == [1, 1, 1]
+    wait_for(lambda: plan.is_held)
+    lowering.may_go_on.clear()
+    asked = plan.ask("b")
+    wait_for(lambda: lowering.begun == ["b"])
+    assert plan.pauses.is_holding
+    assert not plan.is_held, "b is being compiled"
+    lowering.may_go_on.set()
+    assert asked.result()(jnp.zeros(3)).tolist() == [1, 1, 1]
     assert plan.get("a")(jnp.zeros(3)).tolist() == [1, 1, 1], "also the one that is held now"
     plan.pauses.note_work(1e6)
     assert lowering.begun == ["b", "a"]

@@ -274,6 +274,15 @@ def test_at_most_max_staged_swap_batches_are_under_way(runner):
     assert len(runner._swaps_under_way) == MAX_SWAPS_UNDER_WAY
 
 
+def test_a_rehearsal_writes_the_null_page_of_every_layer_and_no_other(runner):
+    before = bits(runner)
+    step, _ = new_builder().null_prefill(64)
+    runner.rehearse(step)
+    for now, old in zip(bits(runner), before, strict=True):
+        assert (now != old)[:, 0].any(axis=1).all()
+    assert_pages(runner, before, {})
+
+
 @pytest.mark.parametrize("bucket", [1, 64])
 def test_measuring_changes_nothing_but_the_null_page(runner, bucket):
     before = bits(runner)
