@@ -102,7 +102,7 @@ def load(code: bytes, address_of: Callable[[str], int]) -> dict[str, int]:
     start = ctypes.addressof(memory)
     for number, offset in offsets.items():
         section = sections[number]
-        memory[offset : offset + section.size] = code[section.offset : section.offset + section.size]
+        ctypes.memmove(start + offset, code[section.offset : section.offset + section.size], section.size)
     symbols = _symbols(code, sections)
 
     def address(symbol: _Symbol) -> int:
