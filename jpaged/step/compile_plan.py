@@ -95,7 +95,8 @@ class CompilePlan:
         self.num_ended = 0
         """Programs whose compilation has ended, also by an error: they are ready, or among the failures."""
         self._futures: dict[Key, Future[Executable]] = {}
-        self._ready: set[Key] = set()
+        self._ready: dict[Key, Executable] = {}
+        """Executables that are there. A future of `start_behind` is done a moment later."""
         self.failures: dict[Key, Exception] = {}
         """The errors of compilations that have failed."""
         self._begun: list[Future[Executable]] = []
@@ -242,6 +243,8 @@ class CompilePlan:
         the compilation raised, KeyError for a key outside the plan, and EngineStoppedError once the plan is closed,
         also if it is closed meanwhile.
         """
+        if (ready := self._ready.get(key)) is not None:
+            return ready
         with self._lock:
             future = self._futures.get(key)
         if future is None or not future.done():
@@ -339,7 +342,7 @@ class CompilePlan:
             self._check_open()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
-            self._ready.add(key)
+            self._ready[key] = compiled
             return compiled
         except Exception as error:
             if self.is_closed:
