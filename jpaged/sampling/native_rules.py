@@ -45,8 +45,9 @@ class RuledLogits(NamedTuple):
     is_ruled: Bool[Array, " R"]
     saved: SavedBlocks
     raw_maxima: Float[Array, "R b"]
-    """Of the logits as they were; so is the next field."""
+    """The maximum of each block of the logits as they were."""
     raw_has_nan: Bool[Array, "R b"]
+    """Whether a block of the logits as they were holds a NaN."""
 
     def raw(self, token_ids: Int[Array, " R"]) -> BlockRows:
         """Return the logits as they were, in place, once `token_ids` are drawn. `logits` may not be read any more."""

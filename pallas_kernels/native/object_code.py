@@ -114,12 +114,12 @@ def load(code: bytes, address_of: Callable[[str], int]) -> dict[str, int]:
 
     for section in sections:
         if section.type == RELOCATIONS and section.info in offsets:
-            for offset, kind, addend in _RELOCATION.iter_unpack(code[section.offset : section.offset + section.size]):
-                number, kind = divmod(kind, 1 << 32)
-                if kind != ABSOLUTE:
-                    raise ValueError(f"object code: got a relocation of type {kind}, allowed: {ABSOLUTE}")
-                place, wanted = offsets[section.info] + offset, address(symbols[section.link][number]) + addend
-                _ADDRESS.pack_into(memory, place, wanted)
+            for offset, info, addend in _RELOCATION.iter_unpack(code[section.offset : section.offset + section.size]):
+                symbol_number, relocation_type = divmod(info, 1 << 32)
+                if relocation_type != ABSOLUTE:
+                    raise ValueError(f"object code: got a relocation of type {relocation_type}, allowed: {ABSOLUTE}")
+                symbol = symbols[section.link][symbol_number]
+                _ADDRESS.pack_into(memory, offsets[section.info] + offset, address(symbol) + addend)
     if _libc().mprotect(memory, len(memory), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
         raise OSError(ctypes.get_errno(), "the system does not let memory be made executable")
     defined = (symbol for table in symbols.values() for symbol in table if symbol.section in offsets)
