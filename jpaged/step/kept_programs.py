@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Program:
     false."""
     arguments: tuple[Any, ...]
     """Trees of abstract arrays."""
-    compiler_options: dict[str, str] | None = None
+    compiler_options: dict[str, Any] = field(default_factory=dict)
     donated: int = 1
     """The argument that is the state, which is donated; the new one is a tree like it."""
     made: Any = None
@@ -80,7 +80,8 @@ class Program:
         if self.made is None:
             jitted = jax.jit(named, donate_argnums=self.donated, compiler_options=self.compiler_options)
         else:
-            jitted = jax.jit(named, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.made))
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.made)
+            jitted = jax.jit(named, out_shardings=shardings, compiler_options=self.compiler_options)
         return jitted.lower(*self.arguments)
 
     def trace(self) -> tuple[bytes, list[str]]:
@@ -219,9 +220,14 @@ class KeptPrograms:
         """Compile a traced program, and keep the executable if XLA can write it."""
         from jax.extend.backend import get_compile_options  # With all of `jax.extend`, Pallas too.
 
-        options = get_compile_options(num_replicas=1, num_partitions=1, device_assignment=[self._device.id])
+        options = get_compile_options(
+            num_replicas=1,
+            num_partitions=1,
+            device_assignment=[self._device.id],
+            env_options_overrides=program.compiler_options,
+        )
         executable = self._device.client.compile_and_load(traced.module, [self._device], options)
-        return_freed_memory()  # The compiler has used some 150 MB.
+        return_freed_memory()  # The compiler has used some 100 MB.
         stats = executable.get_compiled_memory_stats()
         memory = MemorySizes(*(getattr(stats, field) for field in MemorySizes._fields))
         header = {"native": traced.native, "rest_paths": traced.rest_paths, "memory": memory}

@@ -57,6 +57,9 @@ the donated cache twice, as argument and as result, and would compute values aga
 WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": "1"}
 """Compiler options of programs for GPUs whose matrices are codes with scales of groups: XLA would cut their inputs in
 parts where there are few rows, and then converts whole matrices in front of the product."""
+LOOPS_BY_LLVM_ALONE = {"xla_cpu_use_fusion_emitters": False}
+"""Compiler options of programs that call native code on a CPU, for versions of XLA that can emit loops without MLIR.
+What native code leaves to XLA runs as fast, and a start that compiles takes four fifths of the processor time."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 DecodeState = tuple[DeviceState, LogitRulesState | None]
@@ -104,10 +107,11 @@ class Programs:
         # Programs for a single device are written without a mesh: they need no gather of logits.
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
-        # Those of programs without the cache, and of those with it; None where there are none.
-        self._product_options = product_options(mesh, weights)
-        options_with_cache = (compiler_options(mesh) or {}) | (self._product_options or {})
-        self._compiler_options = options_with_cache or None
+        has_choice = options.settings.has_native_code and jax.__version_info__ < (0, 11)
+        # Options of programs without products, with products, and with products and the cache.
+        self._plain_options = LOOPS_BY_LLVM_ALONE if has_choice else {}
+        self._product_options = self._plain_options | product_options(mesh, weights)
+        self._compiler_options = self._product_options | compiler_options(mesh)
         self._replicated = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
@@ -268,7 +272,8 @@ class Programs:
         """Lower the program that applies a padded batch of page-table changes."""
         changes = self._shape((len(CHANGE_FIELDS), self._builder.num_changes), jnp.int32)
         arguments = self.state.page_tables, changes
-        return self.lower_program(Program("update_tables", update_tables, arguments, donated=0, has_rest=False))
+        program = Program("update_tables", update_tables, arguments, self._plain_options, donated=0, has_rest=False)
+        return self.lower_program(program)
 
     def _lower_allocate(self) -> Lowered:
         """Lower the program that makes a new device state, and logit rules that change nothing; it has no arguments.
@@ -279,12 +284,15 @@ class Programs:
         def run() -> DecodeState:
             return new_state(self.state), new_rules(self._builder.rules_spec, self._num_slots)
 
-        return self.lower_program(Program("allocate", run, (), made=(self.state, self._rules), has_rest=False))
+        made = self.state, self._rules
+        return self.lower_program(Program("allocate", run, (), self._plain_options, made=made, has_rest=False))
 
     def _lower_set_rules(self) -> Lowered:
         """Lower the program that writes the packed rules of one state slot."""
         row, slot = self._shape((self._builder.rules_spec.width,), jnp.int32), self._shape((), jnp.int32)
-        return self.lower_program(Program("set_rules", set_rules, (self._rules, row, slot), donated=0, has_rest=False))
+        arguments = self._rules, row, slot
+        program = Program("set_rules", set_rules, arguments, self._plain_options, donated=0, has_rest=False)
+        return self.lower_program(program)
 
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
@@ -322,15 +330,15 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     return programs
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-    """Return XLA's options for a program that takes the cache as a donated argument on these devices; None on most."""
-    return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Return XLA's options for a program that takes the cache as a donated argument on these devices, mostly none."""
+    return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else {}
 
 
-def product_options(mesh: Mesh, weights: Weights) -> dict[str, str] | None:
-    """Return XLA's options for a program that multiplies by these weights on these devices; None on most."""
+def product_options(mesh: Mesh, weights: Weights) -> dict[str, str]:
+    """Return XLA's options for a program that multiplies by these weights on these devices, mostly none."""
     is_gpu = mesh.devices.flat[0].platform == "gpu"
-    return WHOLE_PRODUCTS if is_gpu and has_group_scales(weights.state) else None
+    return WHOLE_PRODUCTS if is_gpu and has_group_scales(weights.state) else {}
 
 
 def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from jpaged.pallas_kernels.kept_files import Kept, read_kept, write_kept
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.startup import prepared_engine
 from jpaged.step import kept_programs, kv_measure, programs
+from jpaged.step.kept_programs import KeptPrograms, Program
 
 from ...models.weights.test_coded import kind_of, write_file
 from ...quick_compile import environment
@@ -96,6 +97,15 @@ def test_a_later_start_traces_nothing_and_computes_the_same(
     tiny: str, first: dict[int, list[object]], nothing_is_traced: pytest.MonkeyPatch
 ) -> None:
     assert results(start(tiny), KINDS) == [result for of_kind in first.values() for result in of_kind]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_program_is_compiled_with_its_options(tmp_path: Path, is_kept: bool) -> None:
+    state = jax.ShapeDtypeStruct((2,), jax.numpy.float32)
+    program = Program("double", lambda state: 2 * state, (state,), {"xla_no_such": 1}, donated=0, has_rest=False)
+    kept = KeptPrograms(tmp_path, NativeBackend(), jax.devices()[0], "")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such'"):
+        (kept.lower(program) if is_kept else program.lower()).compile()
 
 
 def test_the_program_that_measures_scales_of_pages_is_kept(
