@@ -47,6 +47,7 @@ from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention.choice import attention_shape, block_size_of
+from .sizing.host_memory import num_host_cores
 from .sizing.layer_groups import LayerGroups, group_layers
 from .sizing.step_memory import activation_bytes, measured_bytes
 
@@ -174,7 +175,12 @@ class AbstractEngine:
         has_own_code = isinstance(self.model, OwnModel) or bool(settings.processors)
         is_kept = self.platform == "cpu" and self.num_chips == 1 and not has_own_code
         options = ProgramOptions(
-            settings, self.num_decode_steps, num_host_blocks, kept_in if is_kept else None, self._expert_counts()
+            settings,
+            self.num_decode_steps,
+            num_host_blocks,
+            kept_in if is_kept else None,
+            num_cores=num_host_cores(),
+            expert_counts=self._expert_counts(),
         )
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):

@@ -57,9 +57,9 @@ the donated cache twice, as argument and as result, and would compute values aga
 WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": "1"}
 """Compiler options of programs for GPUs whose matrices are codes with scales of groups: XLA would cut their inputs in
 parts where there are few rows, and then converts whole matrices in front of the product."""
-LOOPS_BY_LLVM_ALONE = {"xla_cpu_use_fusion_emitters": False}
-"""Compiler options of programs that call native code on a CPU, for versions of XLA that can emit loops without MLIR.
-What native code leaves to XLA runs as fast, and a start that compiles takes four fifths of the processor time."""
+NUM_MODULES, MAX_MODULES = "xla_cpu_parallel_codegen_split_count", 32
+"""A compiler option for a CPU: the modules of LLVM that XLA cuts a program into, and its default. Modules beyond the
+number of cores only take memory, 2 MB a program for as long as it is loaded."""
 Leaves = tuple[jax.Array, ...]
 """Weights as a flat tuple, in the order in which JAX flattens their tree."""
 DecodeState = tuple[DeviceState, LogitRulesState | None]
@@ -77,6 +77,8 @@ class ProgramOptions:
     """Pages of the host pool; with 0 there are no swap programs."""
     kept_in: Path | None = field(default=None, repr=False)
     """Directory in which step programs are kept for later starts, which then trace nothing; None for none."""
+    num_cores: int = 1
+    """Cores that the host may keep busy."""
     expert_counts: tuple[int, int] | None = None
     """Numbers of layers and of experts, where steps count the tokens of each expert; None where they do not."""
 
@@ -107,11 +109,11 @@ class Programs:
         # Programs for a single device are written without a mesh: they need no gather of logits.
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
-        has_choice = options.settings.has_native_code and jax.__version_info__ < (0, 11)
-        # Options of programs without products, with products, and with products and the cache.
-        self._plain_options = LOOPS_BY_LLVM_ALONE if has_choice else {}
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        # Compiler options of programs without products, with products, and with products and the cache.
+        self._plain_options = {NUM_MODULES: min(options.num_cores, MAX_MODULES)} if is_cpu else {}
         self._product_options = self._plain_options | product_options(mesh, weights)
-        self._compiler_options = self._product_options | compiler_options(mesh)
+        self._cache_options = self._product_options | compiler_options(mesh)
         self._replicated = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
@@ -178,7 +180,7 @@ class Programs:
 
         name = "_".join(map(str, forward_key_of(layout.num_tokens, layout.decodes_only)))
         arguments = tuple(leaves), self.state, self._shape((layout.size,), jnp.int32)
-        return self.lower_program(Program(name, run, arguments, self._compiler_options))
+        return self.lower_program(Program(name, run, arguments, self._cache_options))
 
     def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield (name, function, abstract arguments) of one sample program, and of one decode program if there is any.
@@ -210,7 +212,7 @@ class Programs:
             return decode(self.weights.graph, weights, device_state, rules, packed, layout, sampling)
 
         state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)
-        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._compiler_options
+        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else self._cache_options
         return Program(f"decode_{layout.num_tokens}_{mode.value}", run, (tuple(leaves), state, packed), options)
 
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> Lowered:
