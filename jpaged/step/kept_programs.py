@@ -43,6 +43,8 @@ LOCAL_SETTINGS = ("jax_compilation_cache_dir",)
 """Settings of JAX that no program depends on."""
 XLA_SETTINGS = "XLA_FLAGS"
 """The variable of the environment with XLA's own settings."""
+CompilerOptions = dict[str, int | str]
+"""XLA's options for one program, by name; those that are left out are XLA's defaults."""
 _SOURCES_HASH = hash_of_sources("jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sharding")
 
 
@@ -57,7 +59,7 @@ class Program:
     false."""
     arguments: tuple[Any, ...]
     """Trees of abstract arrays."""
-    compiler_options: dict[str, Any] = field(default_factory=dict)
+    compiler_options: CompilerOptions = field(default_factory=dict)
     donated: int = 1
     """The argument that is the state, which is donated; the new one is a tree like it."""
     made: Any = None

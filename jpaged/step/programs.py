@@ -31,7 +31,7 @@ from ..sampling.sampler import PLAIN, SampledRows, SampleSettings
 from ..sampling.sampling_params import SampleMode, ScoreKind, score_kinds
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower, Lowered
-from .kept_programs import KeptPrograms, Program
+from .kept_programs import CompilerOptions, KeptPrograms, Program
 from .program_keys import (
     ALLOCATE_KEY,
     COPY_KEY,
@@ -48,13 +48,13 @@ from .step import DecodeSampling, DeviceState, SamplingState, decode, forward, n
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
 
-TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
+TPU7X_LOOP_OPTIONS: CompilerOptions = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
 """Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
 tiles of 8 rows to tiles of 16."""
-GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": "1000"}
+GPU_OPTIONS: CompilerOptions = {"xla_gpu_memory_limit_slop_factor": "1000"}
 """Compiler options of programs that hold the cache, for GPUs: a limit of ten times the memory, in percent. XLA counts
 the donated cache twice, as argument and as result, and would compute values again to save memory that is not short."""
-WHOLE_PRODUCTS = {"xla_gpu_experimental_force_split_k": "1"}
+WHOLE_PRODUCTS: CompilerOptions = {"xla_gpu_experimental_force_split_k": "1"}
 """Compiler options of programs for GPUs whose matrices are codes with scales of groups: XLA would cut their inputs in
 parts where there are few rows, and then converts whole matrices in front of the product."""
 NUM_MODULES, MAX_MODULES = "xla_cpu_parallel_codegen_split_count", 32
@@ -111,7 +111,7 @@ class Programs:
         self._device_kind = mesh.devices.flat[0].device_kind
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         # Compiler options of programs without products, with products, and with products and the cache.
-        self._plain_options = {NUM_MODULES: min(options.num_cores, MAX_MODULES)} if is_cpu else {}
+        self._plain_options: CompilerOptions = {NUM_MODULES: min(options.num_cores, MAX_MODULES)} if is_cpu else {}
         self._product_options = self._plain_options | product_options(mesh, weights)
         self._cache_options = self._product_options | compiler_options(mesh)
         self._replicated = replicated(mesh)
@@ -332,12 +332,12 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     return programs
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
+def compiler_options(mesh: Mesh) -> CompilerOptions:
     """Return XLA's options for a program that takes the cache as a donated argument on these devices, mostly none."""
     return GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else {}
 
 
-def product_options(mesh: Mesh, weights: Weights) -> dict[str, str]:
+def product_options(mesh: Mesh, weights: Weights) -> CompilerOptions:
     """Return XLA's options for a program that multiplies by these weights on these devices, mostly none."""
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     return WHOLE_PRODUCTS if is_gpu and has_group_scales(weights.state) else {}
