@@ -43,7 +43,7 @@ LOCAL_SETTINGS = ("jax_compilation_cache_dir",)
 """Settings of JAX that no program depends on."""
 XLA_SETTINGS = "XLA_FLAGS"
 """The variable of the environment with XLA's own settings."""
-CompilerOptions = dict[str, int | str]
+CompilerOptions = dict[str, Any]
 """XLA's options for one program, by name; those that are left out are XLA's defaults."""
 _SOURCES_HASH = hash_of_sources("jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sharding")
 
