@@ -37,7 +37,7 @@ from .multiplier import Batch, FloatMultiplier, Multiplier, Panel, StepTask
 from .panels import DEPTH, PANEL, panels_shape
 from .parts import PartMultiplier
 from .results import add_normed_rows, add_weighted_rows, finish_batch
-from .stages import Block, Stage, StageCode, chain_data
+from .stages import Block, Place, Stage, StageCode, chain_data
 from .tiles import TileMultiplier
 from .vectors import VectorMultiplier
 
@@ -284,22 +284,21 @@ def _pack_rows(stage_code: StageCode, unit: ir.Value) -> None:
 def _multiply(stage_code: StageCode, unit: ir.Value) -> None:
     """Emit the product of a block of rows and one panel of results, and what becomes of it.
 
-    Units are numbered by panel within a block, so that threads read the same rows at a time. A gated stage multiplies
-    two panels: of the gates, and as many columns further on those that they gate. Sums of a batch go to memory that
-    stays in the level-1 cache.
+    A gated stage multiplies two panels: of the gates, and as many columns further on those that they gate. Sums of a
+    batch go to memory that stays in the level-1 cache.
     """
-    code, build, stage = stage_code.code, stage_code.code.build, stage_code.stage
+    code, stage = stage_code.code, stage_code.stage
     multiplier = stage.multiplier
-    panel = build.srem(unit, I64(stage.num_panels))
+    place = stage_code.place_of(unit)
     panels = []
-    for panel_index, ahead in zip(stage_code.panels_of(unit), _panels_ahead(stage_code, unit, panel), strict=True):
+    for panel_index, ahead in zip(stage_code.panels_at(place), _panels_ahead(stage_code, unit, place), strict=True):
         tools = multiplier.begin(code)
         panels.append(Panel(multiplier.panel(code, stage_code.weights.matrix, panel_index), ahead, tools, panel_index))
     num_kept = 1 + (multiplier.num_task_steps > 0)
     if multiplier.num_depth_blocks > 1:
         num_kept = multiplier.batches_per_block
     sums = [code.allocate(F32, num_kept * multiplier.max_batch_rows * PANEL) for _ in panels]
-    product_unit = _ProductUnit(stage_code, stage_code.block_of(unit), panel, panels, sums, num_kept)
+    product_unit = _ProductUnit(stage_code, stage_code.rows_at(place), place.panel, panels, sums, num_kept)
     if multiplier.num_task_steps:
         _multiply_and_finish_previous(product_unit)
     else:
@@ -394,24 +393,29 @@ def _multiply_by_blocks(unit: _ProductUnit) -> None:
     code.loop(0, multiplier.num_depth_blocks, multiply_block)
 
 
-def _panels_ahead(stage_code: StageCode, unit: ir.Value, panel: ir.Value) -> list[ir.Value]:
-    """Return the addresses of the panels that this thread will probably multiply after those of a unit, of panel
-    `panel`.
+def _panels_ahead(stage_code: StageCode, unit: ir.Value, place: Place) -> list[ir.Value]:
+    """Return the addresses of the panels that this thread will probably multiply after those of a unit.
 
-    With two threads that is the next panel but one. Behind the last panel it is the first ones of the next stage, and
-    in the last stage any panel that is in the caches: the panel itself. With experts the last panel is that of the last
-    block; else rows of further blocks are multiplied by the same panels.
+    With two threads that is the next panel of their blocks, or of a single block the next but one. Behind the last
+    panel it is the first ones of the next stage, and in the last stage any panel that is in the caches: the panel
+    itself. With experts the last panel is that of the last block; else rows of further blocks are multiplied by the
+    same panels.
     """
     code, build, stage, has_experts = stage_code.code, stage_code.code.build, stage_code.stage, stage_code.data.groups
-    here, end = (unit, stage_code.num_units) if has_experts else (panel, I64(stage.num_panels))
-    ahead = build.add(here, stage_code.data.num_threads)
+    num_threads, following = stage_code.data.num_threads, stage_code.following
+    here, end = (unit, stage_code.num_units) if has_experts else (place.panel, I64(stage.num_panels))
+    ahead = build.add(here, build.sdiv(num_threads, place.num_blocks))
     is_in_stage = build.icmp_signed("<", ahead, end)
-    addresses, following = [], stage_code.following
-    for index in stage_code.panels_of(build.select(is_in_stage, ahead, here)):
+
+    def panels_at(stage_code: StageCode, number: ir.Value) -> list[ir.Value]:
+        return stage_code.panels_at(stage_code.place_of(number) if has_experts else place._replace(panel=number))
+
+    addresses = []
+    for index in panels_at(stage_code, build.select(is_in_stage, ahead, here)):
         address = stage.multiplier.panel(code, stage_code.weights.matrix, index)
         if following is not None:
             last = build.sub(following.num_units, I64(1)) if has_experts else I64(following.stage.num_panels - 1)
-            there = following.panels_of(code.max(code.min(build.sub(ahead, end), last), I64(0)))[0]
+            there = panels_at(following, code.max(code.min(build.sub(ahead, end), last), I64(0)))[0]
             next_address = following.stage.multiplier.panel(code, following.weights.matrix, there)
             address = build.select(is_in_stage, address, next_address)
         addresses.append(address)

@@ -152,6 +152,17 @@ class Block(NamedTuple):
         )
 
 
+class Place(NamedTuple):
+    """What a unit of a product multiplies, int64."""
+
+    block: ir.Value
+    """The number of its block of rows."""
+    panel: ir.Value
+    """The number of its panel of results."""
+    num_blocks: ir.Value
+    """The blocks that are multiplied in turns, panel by panel."""
+
+
 class StageWeights(NamedTuple):
     """Addresses of the arrays that one stage is given: its stored matrix, and those of `Stage.array_shapes`."""
 
@@ -313,25 +324,42 @@ class StageCode:
         """Return the number of units of the product: a block of rows and a panel each."""
         return self.code.build.mul(self.num_blocks, I64(self.stage.num_panels))
 
-    def block_of(self, unit: ir.Value) -> Block:
-        """Return the rows of a unit of the product."""
-        code, build, multiplier = self.code, self.code.build, self.stage.multiplier
-        index = build.sdiv(unit, I64(self.stage.num_panels))
+    def place_of(self, unit: ir.Value) -> Place:
+        """Return what a unit of the product multiplies.
+
+        Threads take units in their order. As many blocks as there are threads take turns, so that a thread mostly
+        stays with one of them: other rows would come from another core's cache. With 2 threads, 3 blocks and 18 panels,
+        units 0 … 35 are those of blocks 0 and 1, first both of panel 0, and units 36 … 53 those of block 2. With
+        experts, blocks follow one another.
+        """
+        code, build, num_panels = self.code, self.code.build, I64(self.stage.num_panels)
         if self.data.groups is not None:
-            rows = load_block(code, self.data.groups, index)
+            return Place(build.sdiv(unit, num_panels), build.srem(unit, num_panels), I64(1))
+        num_threads = self.data.num_threads
+        units_of_turns = build.mul(num_panels, num_threads)
+        first_block = build.mul(build.sdiv(unit, units_of_turns), num_threads)
+        num_blocks = code.min(num_threads, build.sub(self.num_blocks, first_block))
+        number = build.srem(unit, units_of_turns)
+        block = build.add(first_block, build.srem(number, num_blocks))
+        return Place(block, build.sdiv(number, num_blocks), num_blocks)
+
+    def rows_at(self, place: Place) -> Block:
+        """Return the rows of a block of the product."""
+        code, build, multiplier = self.code, self.code.build, self.stage.multiplier
+        if self.data.groups is not None:
+            rows = load_block(code, self.data.groups, place.block)
             batches = Batches(I64(0), multiplier.num_batches(code, rows.num_rows))
             return Block(batches, rows.first_row, rows.num_rows, rows.expert)
-        first_batch = build.mul(index, I64(multiplier.batches_per_block))
+        first_batch = build.mul(place.block, I64(multiplier.batches_per_block))
         num_batches = multiplier.num_batches(code, self.data.num_rows)
         end_batch = code.min(build.add(first_batch, I64(multiplier.batches_per_block)), num_batches)
         return Block(Batches(first_batch, end_batch), I64(0), self.data.num_rows, None)
 
-    def panels_of(self, unit: ir.Value) -> list[ir.Value]:
+    def panels_at(self, place: Place) -> list[ir.Value]:
         """Return the numbers of a unit's panels in the stored array; a gated stage has two, see `Stage.is_gated`."""
-        build, stage, groups = self.code.build, self.stage, self.data.groups
-        block, panel = (emit(unit, I64(stage.num_panels)) for emit in (build.sdiv, build.srem))
+        build, stage, groups, panel = self.code.build, self.stage, self.data.groups, place.panel
         if groups is not None:
-            expert = load_block(self.code, groups, block).expert
+            expert = load_block(self.code, groups, place.block).expert
             panel = build.add(panel, build.mul(expert, I64(stage.num_panels * (1 + stage.is_gated))))
         return [build.add(panel, I64(first)) for first in (0, stage.num_panels)[: 1 + stage.is_gated]]
 

@@ -226,14 +226,14 @@ def test_chains_are_what_they_should_be(name: str, dtype: str, has_amx: bool, mo
     ],
 )
 def test_a_row_of_a_chain_has_the_same_bits_beside_any_others(options: dict[str, Any], dtype: str) -> None:
-    """Also where K is cut into blocks, and where units of 256 rows leave one for the last."""
+    """Also where K is cut into blocks, where units of 256 rows leave one for the last, and where three take turns."""
     run_chain = jax.jit(chain_of(NATIVE_OPS, dtype, **options))
     rng = np.random.default_rng(5)
     # Arrays of numpy: JAX would compile a program for each part that is taken of them.
-    rows, stream = (rng.normal(size=(300, size)).astype(np.float32) for size in (HEADS, STREAM))
+    rows, stream = (rng.normal(size=(600, size)).astype(np.float32) for size in (HEADS, STREAM))
     together = [np.asarray(x).view(np.int32) for x in run_chain(rows, stream)]
-    for num_rows in (*ROWS, 257):
-        for first in (0, 300 - num_rows):
+    for num_rows in (*ROWS, 257, 513):
+        for first in (0, 600 - num_rows):
             part = slice(first, first + num_rows)
             for found, wanted in zip(run_chain(rows[part], stream[part]), together, strict=True):
                 assert np.array_equal(np.asarray(found).view(np.int32), wanted[part]), (num_rows, first)
