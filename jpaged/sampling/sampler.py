@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,13 @@ from .logits_processor import LogitsProcessor
 from .sample_columns import ALL_ALLOWED, Score
 from .sampling_params import SampleMode
 from .sampling_rows import SamplingRows
-from .token_scores import TokenScores, token_scores
+from .token_scores import TokenScores, logits_of, token_scores
 from .top_blocks import BLOCK, BlockRows, RowSelection, block_rows, take_rows
 from .truncation import KeptTokens, RowFunction, is_in_top_k, truncate
 from .uniforms import uniforms
+
+if TYPE_CHECKING:
+    from ..pallas_kernels.native.row_weights import RowTotals
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
@@ -88,6 +91,14 @@ class SampleSettings:
         """Whether native code applies rules and masks: it has no processors, which stand between rules."""
         return self.has_native_code and not self.processors
 
+    @property
+    def weighs_natively(self) -> bool:
+        """Whether native code weighs rows, for draws and for logprobs: all rows of an engine in the same way.
+
+        Processed logprobs are those of the tokens that a draw keeps, so that both are then computed alike.
+        """
+        return self.applies_rules_natively and self.logprobs_mode != "processed_logprobs"
+
 
 PLAIN = SampleSettings()
 """No logits processors, no logprobs."""
@@ -111,7 +122,8 @@ def sample(
     There are three passes. First, each row gets its likeliest token, as if all were greedy; mode GREEDY ends here if
     there are no masks. Second, rows that need rules, a mask or a draw are computed in batches of similar work, which
     replace these results; mode RANDOM ends here. Third, in the modes SCORED and FULL, rows that ask for scores are
-    scored in batches. The scores of other rows mean nothing.
+    scored in batches. The scores of other rows mean nothing. Native code, where `settings.weighs_natively`, makes the
+    second pass for all rows in one call, and finds the totals of the third.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
@@ -143,7 +155,13 @@ def sample(
         return _with_rows(drawn, selection, batch.draw(selection))
 
     row_work = _row_work(rows, is_ruled)
-    drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, likeliest, num_keys=len(RowWork))
+    if settings.weighs_natively:
+        drawn = control_flow.compute_if(
+            jnp.any(~rows.is_greedy), lambda: batch.draw_natively(likeliest), lambda: likeliest
+        )
+    else:
+        is_needed = row_work != RowWork.PLAIN
+        drawn = control_flow.for_row_batches(is_needed, row_work, draw, likeliest, num_keys=len(RowWork))
     token_ids = drawn.token_ids
     if mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         return SampledRows(token_ids, drawn.is_finite)
@@ -151,6 +169,8 @@ def sample(
     is_finite &= drawn.is_finite
     if undo is not None and settings.logprobs_mode != "processed_logprobs":
         batch = replace(batch, logits=undo.raw(token_ids))
+    if settings.weighs_natively:
+        batch = replace(batch, totals=batch.total_natively(token_ids))
 
     def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
         """Return the scores of all rows with those of the selected rows computed and replaced."""
@@ -224,6 +244,8 @@ class _Batch:
     """Whether a row has logit rules or a mask."""
     uniforms: Float[Array, "R L"]
     """The random numbers of each row, for `draw_tokens`; they mean nothing if no row is random."""
+    totals: RowTotals | None = None
+    """What native code has found of each row that is scored; None without it."""
 
     def ruled_logits(self, selection: RowSelection) -> BlockRows:
         """Return the logits of the selected rows, after the rules of their state slots and after their masks.
@@ -262,25 +284,12 @@ class _Batch:
         logits, params = self.ruled_logits(selection), self.rows.at(selection)
         is_drawn, likeliest = ~params.is_greedy, _first_maximum(logits, self.vocab_size)
         control_flow = self.settings.control_flow
-        asks_for_mass = (params.score & Score.MASS > 0) & is_drawn  # The column `score` holds bits of `Score`.
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
         def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
             """Return the tokens and the log masses of all selected rows."""
             weigh, kept = self._truncate(logits, params, is_drawn)
-
-            def log_masses() -> Float[Array, " r"]:
-                """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
-                # The likeliest token has the weight 1.
-                kept_sums = jnp.where(params.keeps_one, 1.0, sum_by_halves(kept.block_sums))
-                kept_shares = kept_sums / sum_by_halves(weigh(logits.values))
-                return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
-
-            masses = no_masses
-            if self.mode is SampleMode.FULL:
-                masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
-            drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
-            return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
+            return self._draw_kept(logits, weigh, kept, selection, likeliest)
 
         if self.mode is SampleMode.GREEDY:
             token_ids, masses = likeliest, no_masses
@@ -289,6 +298,64 @@ class _Batch:
         else:
             token_ids, masses = control_flow.compute_if(jnp.any(is_drawn), draw_all, lambda: (likeliest, no_masses))
         return _DrawnRows(token_ids, is_finite_row(logits), masses)
+
+    def draw_natively(self, likeliest: _DrawnRows) -> _DrawnRows:
+        """Return what `draw` does of all rows at once, which native code weighs; the logits are those after rules.
+
+        `likeliest` are the results of rows that are greedy.
+        """
+        from ..pallas_kernels.native.row_weights import RowLimits, weighed_rows  # Only a trace needs what writes it.
+
+        logits, rows = self.logits, self.rows
+        limits = RowLimits(*rows.limits)
+        weighed = weighed_rows(logits.blocks, logits.row_max, ~rows.is_greedy, rows.temperature, limits)
+        kept = KeptTokens(weighed.threshold, weighed.block_sums)
+        weights = logits._replace(blocks=weighed.weights)  # The maxima of its blocks are not read.
+        token_ids, masses = self._draw_kept(weights, lambda weight: weight, kept, slice(None), likeliest.token_ids)
+        return likeliest._replace(token_ids=token_ids, log_masses=masses)
+
+    def _draw_kept(
+        self,
+        logits: BlockRows,
+        weigh: RowFunction,
+        kept: KeptTokens,
+        selection: RowSelection,
+        likeliest: Int[Array, " r"],
+    ) -> tuple[Int[Array, " r"], Float[Array, " r"]]:
+        """Return a kept token of each selected row, and the logarithm of the probability mass of all that are kept.
+
+        `weigh` turns `logits` of the selected rows into weights. Greedy rows and those with a top-p of 0 get their
+        token of `likeliest`.
+        """
+        params, control_flow = self.rows.at(selection), self.settings.control_flow
+        # The column `score` holds bits of `Score`.
+        asks_for_mass = (params.score & Score.MASS > 0) & ~params.is_greedy
+        masses = no_masses = jnp.zeros(len(asks_for_mass), jnp.float32)
+
+        def log_masses() -> Float[Array, " r"]:
+            """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
+            # The likeliest token has the weight 1.
+            kept_sums = jnp.where(params.keeps_one, 1.0, sum_by_halves(kept.block_sums))
+            kept_shares = kept_sums / sum_by_halves(weigh(logits.values))
+            return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
+
+        if self.mode is SampleMode.FULL:
+            masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
+        drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
+        return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
+
+    def total_natively(self, token_ids: Int[Array, " R"]) -> RowTotals:
+        """Return what native code finds of all rows that are scored: their softmax's totals, and larger logits."""
+        from ..pallas_kernels.native.row_weights import row_totals
+
+        logits, is_scored = self.logits, self.rows.score > 0
+        token_logits = logits_of(logits, token_ids[:, None])[:, 0]
+        return row_totals(logits.blocks, logits.row_max, is_scored, self._score_temperature(self.rows), token_logits)
+
+    def _score_temperature(self, params: SamplingRows) -> Float[Array, " r"]:
+        """Return what logits are divided by before they are scored; greedy rows have temperature 1."""
+        is_tempered = self.settings.logprobs_mode == "tempered_logprobs"
+        return jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
 
     def score_tokens(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
         """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
@@ -310,9 +377,9 @@ class _Batch:
         if self.settings.logprobs_mode == "processed_logprobs":
             ones = jnp.ones_like(params.temperature)  # Processed logits have been divided by the temperature.
             return compute(self._processed(self.ruled_logits(selection), selection), token_ids, ones)
-        is_tempered = self.settings.logprobs_mode == "tempered_logprobs"
-        temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
-        return compute(self.logits._replace(selection=selection), token_ids, temperature)
+        totals = None if self.totals is None else jax.tree.map(lambda array: take_rows(array, selection), self.totals)
+        logits = self.logits._replace(selection=selection)
+        return compute(logits, token_ids, self._score_temperature(params), totals=totals)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]

@@ -6,6 +6,7 @@ Letters: R rows, V vocabulary, k most likely tokens; r selected rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from .control_flow import ControlFlow
 from .sampling_params import ScoreKind
 from .thresholds import sum_together
 from .top_blocks import BLOCK, BlockRows, take_along_rows, take_rows
+
+if TYPE_CHECKING:
+    from ..pallas_kernels.native.row_weights import RowTotals
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +83,7 @@ def token_scores(
     max_logprobs: int,
     vocab_size: int,
     control_flow: ControlFlow,
+    totals: RowTotals | None = None,
 ) -> TokenScores:
     """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
@@ -86,11 +91,16 @@ def token_scores(
     tokens are returned beside it, [r, k] with k = min(max_logprobs, vocab_size): 0 for none, and −1 for the logprobs of
     the whole vocabulary, [r, V], instead. If `wants_tops` is false, no row asks for the most likely tokens, and zeros
     may be returned for them. The row maximum is subtracted from logits first, before the logarithm of the total: in the
-    other order, the rounding of large logits would show in the result.
+    other order, the rounding of large logits would show in the result. `totals` are those of the selected rows, if they
+    are known already: then no row is read for them.
     """
-    token_logit = _logits_of(logits, token_ids[:, None])
+    token_logit = logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    ranks, log_total, _ = _ranks_and_log_totals(take_rows(logits.blocks, logits.selection), token_logit, row_max, scale)
+    if totals is not None:
+        ranks, log_total = 1 + totals.num_larger, jnp.log(totals.totals)[:, None]
+    else:
+        blocks = take_rows(logits.blocks, logits.selection)
+        ranks, log_total, _ = _ranks_and_log_totals(blocks, token_logit, row_max, scale)
 
     def logprobs(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
         return (logits_rn - row_max) * scale - log_total
@@ -130,7 +140,7 @@ def given_scores(
     logprobs of the tokens `asked`.
     """
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    token_logit, num_tops = _logits_of(logits, token_ids[:, None]), min(kind.num_tops, vocab_size)
+    token_logit, num_tops = logits_of(logits, token_ids[:, None]), min(kind.num_tops, vocab_size)
     top_logits, top_ids = logits.top_k(num_tops) if num_tops > 0 else (None, None)
     # The least likely of the tops; without tops, no logit is below −inf.
     lowest = jnp.full_like(row_max, -jnp.inf) if top_logits is None else top_logits[:, -1:]
@@ -150,11 +160,11 @@ def given_scores(
     if num_tops < 0:
         return replace(scores, all_logprobs=logprobs(logits.values[:, :vocab_size]))
     if asked is not None:
-        return replace(scores, asked_logprobs=logprobs(_logits_of(logits, asked)))
+        return replace(scores, asked_logprobs=logprobs(logits_of(logits, asked)))
     return scores
 
 
-def _logits_of(logits: BlockRows, token_ids: Int[Array, "r n"]) -> Float[Array, "r n"]:
+def logits_of(logits: BlockRows, token_ids: Int[Array, "r n"]) -> Float[Array, "r n"]:
     """Return the logits of n tokens of each selected row. Of each row only the blocks that hold them are read."""
     blocks = logits.take_blocks(token_ids // BLOCK)
     return take_along_rows(blocks.reshape(-1, BLOCK), (token_ids % BLOCK).reshape(-1, 1)).reshape(token_ids.shape)
