@@ -19,7 +19,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
-from .llvm import EXP_LEAST, F32, I8, I32, I64, POINTER, SIZES, Code, constant, declare, lanes_for
+from .llvm import EXP_LEAST, F32, I8, I32, I64, LONG_LANES, POINTER, SIZES, Code, constant, declare, lanes_for
 from .registry import register
 from .xla_call import Call, Work, handler
 
@@ -76,8 +76,8 @@ def weighed_rows(
     row_type, threshold_type, sums_type = (
         jax.ShapeDtypeStruct((num_rows, *shape), jnp.float32) for shape in ((num_blocks * block,), (), (num_blocks,))
     )
-    # The last result is room in which kept weights are copied together.
-    call = ffi_call(_weigh_handler(num_blocks, block), (row_type, threshold_type, sums_type, row_type))
+    room_type = jax.ShapeDtypeStruct((num_rows, _room_size(num_blocks * block)), jnp.float32)
+    call = ffi_call(_weigh_handler(num_blocks, block), (row_type, threshold_type, sums_type, room_type))
     rows = blocks.reshape(num_rows, -1)
     weights, threshold, block_sums, _ = call(rows, row_max, is_drawn, 1.0 / temperature, *limits)
     return WeighedRows(weights.reshape(blocks.shape), threshold, block_sums)
@@ -108,7 +108,8 @@ def _weigh_handler(num_blocks: int, block: int) -> str:
     def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
         logits, row_max, is_drawn, scale, min_p, top_k, top_p, weights, threshold, block_sums, room = arguments
         build, size, lanes = code.build, num_blocks * block, lanes_for(block)
-        logits, weights, room = (_row_of(code, array, row, size) for array in (logits, weights, room))
+        logits, weights = (_row_of(code, array, row, size) for array in (logits, weights))
+        room = _row_of(code, room, row, _room_size(size))
         block_sums = _row_of(code, block_sums, row, num_blocks)
         with build.if_else(build.icmp_signed("!=", code.load(is_drawn, row, I8), I8(0))) as (then, otherwise):
             with then:
@@ -207,6 +208,11 @@ def _prepare(code: Code, call: Call) -> Work:
     return Work([buffer.data for buffer in (*call.arguments, *call.results)], [num_rows], is_large)
 
 
+def _room_size(size: int) -> int:
+    """Return the length of the room in which a row of `size` weights is copied together, with zeros behind."""
+    return size // COMPACTION + NUM_ACCUMULATORS * LONG_LANES
+
+
 def _row_of(code: Code, rows: ir.Value, row: ir.Value, size: int) -> ir.Value:
     """Return the address of a row of `size` float32 numbers."""
     return code.build.gep(rows, [code.build.mul(row, I64(size * SIZES[F32]))])
@@ -233,7 +239,7 @@ class _KeptWeights:
     """
 
     def __init__(self, code: Code, weights: ir.Value, room: ir.Value, size: int, lanes: int) -> None:
-        """`weights` and `room` are the addresses of `size` numbers, a multiple of BLOCK; only `room` is written."""
+        """`weights` is the address of `size` numbers, whole blocks, and `room` that of `_room_size`, to be written."""
         self._code, self._room, self._lanes = code, room, lanes
         self._threshold, self._high, self._num_low, self._num_high = (code.allocate(I32, 1) for _ in range(4))
         self._searched, self._num_searched = code.allocate(POINTER, 1), code.allocate(I64, 1)
@@ -307,9 +313,10 @@ class _KeptWeights:
         return code.reduce(count, build.add), code.reduce(mass, build.fadd)
 
     def _compact(self) -> None:
-        """Copy the weights that reach the threshold together into `room`, which may be read from: they only move up.
+        """Copy the weights that reach the threshold together into `room`, from there too once they lie in it.
 
-        Zeros fill up the last vectors: any threshold that is tried later is above 0.
+        No weight is overwritten before it is read, since each moves towards the front. Zeros fill up the last
+        vectors: any threshold that is tried later is above 0.
         """
         code, build, lanes = self._code, self._code.build, self._lanes
         vector_type, mask_type = ir.VectorType(F32, lanes), ir.VectorType(I1, lanes)
