@@ -130,6 +130,18 @@ class MatrixUnit:
             for sum_register, b_register in zip(SUMS[i], COLUMNS, strict=True):
                 self._call("tdpbf16ps", I8(sum_register), I8(a_register), I8(b_register))
 
+    def add_product(self, a: Tiles, b: Tiles, step: ir.Value, product: int) -> None:
+        """Emit product 0 … 3 of a step of two tiles of A by both of B, and the loads that it is first to need.
+
+        So the four together do what a step of `multiply` does, and other code can stand between them.
+        """
+        i, j = divmod(product, 2)
+        if i == 0:
+            self._call("tileloadd64", I8(COLUMNS[j]), b.at(self._code, j, step), b.stride)
+        if j == 0:
+            self._call("tileloadd64", I8(ROWS[i]), a.at(self._code, i, step), a.stride)
+        self._call("tdpbf16ps", I8(SUMS[i][j]), I8(ROWS[i]), I8(COLUMNS[j]))
+
     def multiply(
         self,
         a: Tiles,

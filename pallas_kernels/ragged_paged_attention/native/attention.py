@@ -37,6 +37,7 @@ from .queries import PageBlock
 from .query_tiles import TiledQueries
 from .query_vectors import VectorQueries
 from .shape import Shape
+from .whole_blocks import WholeBlockQueries
 
 MAX_SERIAL_ELEMENTS = 1 << 17
 """Largest number of elements of keys that one thread attends to alone: waking a second would take longer."""
@@ -212,7 +213,8 @@ def _attend_handler(shape: Shape) -> str:
         tile = build.select(is_query_tile, add(first_query_tile, query_tile), build.sdiv(unit, I64(num_kv_heads)))
         head_of_query_tile = build.sdiv(query_unit, num_query_tiles)
         head = build.select(is_query_tile, head_of_query_tile, build.srem(unit, I64(num_kv_heads)))
-        queries_class = TiledQueries if TiledQueries.takes(shape) else VectorQueries
+        tiled_class = WholeBlockQueries if WholeBlockQueries.takes(shape) else TiledQueries
+        queries_class = tiled_class if TiledQueries.takes(shape) else VectorQueries
         queries = queries_class(code, shape, keys=given.keys, values=given.values)
 
         # Find the type of the tile, its tokens and their rows, and the pages that they attend to together.

@@ -27,6 +27,9 @@ from ...native.llvm import (
 from ..xla.softmax import INITIAL_MAX
 from .shape import Shape
 
+SLOTS_BESIDE = 64
+"""Slots among whose weights four pieces of other code stand."""
+
 
 class SlotRange(NamedTuple):
     """Consecutive slots `begin` … `end` − 1 of a block of pages, int64 values; none if `end` ≤ `begin`."""
@@ -60,6 +63,10 @@ class OnlineSoftmax:
         self.code, self.shape = code, shape
         self.slot_lanes, self.head_lanes = lanes_for(shape.page_size), lanes_for(shape.head_size)
         self.score_stride, self.weight_stride = score_stride, weight_stride
+        self.has_rounding = shape.is_bf16_packed and shape.has_bf16_instructions(self.slot_lanes)
+        """Whether the processor has instructions that round vectors of weights."""
+        self.vectors_at_once = 2 if self.has_rounding and shape.page_size % (2 * self.slot_lanes) == 0 else 1
+        """Vectors of a query's weights that are stored together."""
         self.value_sums = value_sums
         self.scores = code.allocate(F32, num_rows * score_stride)
         """Scores of a block of pages, and in float32 also the weights that replace them."""
@@ -113,33 +120,69 @@ class OnlineSoftmax:
             with all_visible:
                 self._update_rows(queries, rows, end_slot, end_slot)
             with some_hidden:
-                first_masked = build.sub(first_hidden, build.srem(first_hidden, I64(lanes)))
+                first_masked = build.sub(first_hidden, build.srem(first_hidden, I64(lanes * self.vectors_at_once)))
                 self._update_rows(queries, rows, first_masked, end_slot)
 
-    def _update_rows(
-        self, queries: Sequence[ir.Value], rows: Sequence[ScoreRow], first_masked: ir.Value, end_slot: ir.Value
+    def update_whole(
+        self,
+        queries: Sequence[ir.Value],
+        score_rows: Sequence[ir.Value],
+        num_slots: int,
+        beside: Callable[[ir.Value, int], None],
     ) -> None:
-        """Emit what `update` emits; scores are masked from slot `first_masked` on, a multiple of a vector."""
-        code, build, lanes = self.code, self.code.build, self.slot_lanes
+        """Emit what `update` emits for queries that see all of `num_slots` slots, with other code in between.
 
-        def each_vector(step: Callable[..., ir.Value], carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-            """Emit `step(row, slot, the row's value, has_mask)` for each vector of slots; return the last values."""
+        That is `beside(slot, i)` for i = 0 … 3, spread among the weights of `SLOTS_BESIDE` slots from `slot` on.
+        """
+        whole = SlotRange(I64(0), I64(num_slots))
+        rows = [ScoreRow(self, row, whole) for row in score_rows]
+        self._update_rows(queries, rows, whole.end, whole.end, beside)
+
+    def _update_rows(
+        self,
+        queries: Sequence[ir.Value],
+        rows: Sequence[ScoreRow],
+        first_masked: ir.Value,
+        end_slot: ir.Value,
+        beside: Callable[[ir.Value, int], None] | None = None,
+    ) -> None:
+        """Emit what `update` emits; scores are masked from slot `first_masked` on, where vectors at once begin."""
+        code, build, lanes = self.code, self.code.build, self.slot_lanes
+        span = lanes * self.vectors_at_once
+
+        def each_vector(step: Callable[..., ir.Value], carried: Sequence[ir.Value], span: int) -> Sequence[ir.Value]:
+            """Emit `step(row, slot, the row's value, has_mask)` for each `span` slots; return the last values."""
 
             def each_row(slot: ir.Value, *values: ir.Value, has_mask: bool) -> list[ir.Value]:
                 return [step(row, slot, value, has_mask) for row, value in zip(rows, values, strict=True)]
 
-            carried = code.loop(0, first_masked, partial(each_row, has_mask=False), step=lanes, carried=carried)
+            carried = code.loop(0, first_masked, partial(each_row, has_mask=False), step=span, carried=carried)
             if first_masked is end_slot:
                 return carried
-            return code.loop(first_masked, end_slot, partial(each_row, has_mask=True), step=lanes, carried=carried)
+            return code.loop(first_masked, end_slot, partial(each_row, has_mask=True), step=span, carried=carried)
+
+        def add_weights_beside(first_slot: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+            """Return the sums of the rows with the weights of `SLOTS_BESIDE` slots, emitted among other code."""
+            assert beside is not None
+            new_sums = list(sums)
+            parts = [(slot, i) for slot in range(0, SLOTS_BESIDE, span) for i in range(len(rows))]
+            for number, (slot, i) in enumerate(parts, start=1):
+                new_sums[i] = rows[i].add_weights(build.add(first_slot, I64(slot)), new_sums[i], has_mask=False)
+                if number % (len(parts) // 4) == 0:
+                    beside(first_slot, 4 * number // len(parts) - 1)
+            return new_sums
 
         old_maxima = [code.load(self.running_max, query, F32) for query in queries]
-        largest = each_vector(ScoreRow.update_max, [code.broadcast(old_max, lanes) for old_max in old_maxima])
+        largest = each_vector(ScoreRow.update_max, [code.broadcast(old_max, lanes) for old_max in old_maxima], lanes)
         new_maxima = [code.reduce(vector, code.maximum) for vector in largest]
         for row, new_max in zip(rows, new_maxima, strict=True):
             row.max_in_lanes = code.broadcast(new_max, lanes)
         zeros = constant(ir.VectorType(F32, lanes), 0.0)
-        block_sums = each_vector(ScoreRow.add_weights, [zeros] * len(rows))
+        no_sums = [zeros] * len(rows)
+        if beside is None:
+            block_sums = each_vector(ScoreRow.add_weights, no_sums, span)
+        else:
+            block_sums = code.loop(0, end_slot, add_weights_beside, step=SLOTS_BESIDE, carried=no_sums)
         for query, old_max, new_max, block_sum in zip(queries, old_maxima, new_maxima, block_sums, strict=True):
             # An unchanged maximum needs no rescaling of earlier sums; a NaN counts as a change.
             with build.if_then(build.fcmp_unordered("!=", old_max, new_max)):
@@ -171,13 +214,15 @@ class OnlineSoftmax:
     def _store_lane_sums(self, lane_sums: ir.Value, query: ir.Value) -> None:
         self.code.store_vector(lane_sums, self.weight_sums, self.code.build.mul(query, I64(self.slot_lanes)))
 
-    def store_weights(self, weights: ir.Value, element: ir.Value) -> None:
-        """Store a vector of weights in the type of pages, from the element at `element` on."""
-        if self.shape.is_bf16_packed:
-            has_rounding = self.shape.has_bf16_instructions(self.slot_lanes)
-            self.code.store_rounded(weights, self.weights, element, has_avx512_bf16=has_rounding)
+    def store_weights(self, weights: Sequence[ir.Value], element: ir.Value) -> None:
+        """Store vectors of weights that are stored together, in the type of pages, from the one at `element` on."""
+        if len(weights) == 2:
+            first, second = weights
+            self.code.store_rounded_pair(first, second, self.weights, element)
+        elif self.shape.is_bf16_packed:
+            self.code.store_rounded(weights[0], self.weights, element, has_avx512_bf16=self.has_rounding)
         else:
-            self.code.store_vector(weights, self.weights, element)
+            self.code.store_vector(weights[0], self.weights, element)
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """Return the weight of a score x below the maximum, x ≤ 0, as exactly as weights are stored."""
@@ -210,13 +255,14 @@ class ScoreRow:
         return code.maximum(self._masked(score, slot, INITIAL_MAX) if has_mask else score, largest)
 
     def add_weights(self, slot: ir.Value, weight_sum: ir.Value, has_mask: bool) -> ir.Value:
-        """Store the weights of a vector of slots; return them plus `weight_sum`, lane by lane."""
+        """Store the weights of the vectors at once from `slot` on; return them plus `weight_sum`, lane by lane."""
         softmax, build = self._softmax, self._softmax.code.build
-        weight = softmax.exp2(build.fsub(self._load(slot), self.max_in_lanes))
+        slots = [build.add(slot, I64(i * softmax.slot_lanes)) for i in range(softmax.vectors_at_once)]
+        weights = [softmax.exp2(build.fsub(self._load(each), self.max_in_lanes)) for each in slots]
         if has_mask:
-            weight = self._masked(weight, slot, 0.0)
-        softmax.store_weights(weight, build.add(self._first_weight, slot))
-        return build.fadd(weight_sum, weight)
+            weights = [self._masked(weight, each, 0.0) for weight, each in zip(weights, slots, strict=True)]
+        softmax.store_weights(weights, build.add(self._first_weight, slot))
+        return reduce(build.fadd, weights, weight_sum)
 
     def _offset(self, slot: ir.Value) -> ir.Value:
         return self._softmax.code.build.add(self._first_score, slot)

@@ -45,13 +45,8 @@ class TiledQueries(Queries):
         of the 32 columns that are multiplied together (`PANEL`). A tile's queries and sums, and the scores and weights
         of two tiles of rows, must fit 1 MiB of the stack (`MAX_STACK_BYTES`).
         """
-        num_slots = _pages_per_block(shape) * shape.page_size
-        words_of_scores = 2 * TILE * (num_slots + num_slots // 2 + 2 * STRIDE_PADDING)
-        # The unit also computes rows beyond the last query, fewer than `TILE` = 16, which need memory too.
-        words_of_queries = (shape.num_queries + TILE) * (shape.key_words + shape.head_size + LONG_LANES)
-        is_small = 4 * (words_of_scores + words_of_queries) <= MAX_STACK_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
-        return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
+        return shape.has_amx and shape.is_bf16_packed and are_panels and fits_stack(shape, 2 * TILE)
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
         super().__init__(code, shape, keys=keys, values=values)
@@ -59,7 +54,7 @@ class TiledQueries(Queries):
         self.edge = code.allocate(I32, TILE * shape.head_size)
         """Copy of the values of a step of slots whose last ones are unwritten, with zeros there."""
         self.page_values = code.allocate(I64, self.pages_per_block)
-        """Offsets of the values of a block's pages, in words: one int64 per page."""
+        """Offsets of the values of a block's pages, and of their keys, in words: one int64 per page."""
 
     @property
     def pages_per_block(self) -> int:
@@ -94,8 +89,7 @@ class TiledQueries(Queries):
         multiplied in place and slots 64 … 69 from the copy (`edge_slot` is 64).
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
-        first_entry = mul(build.sdiv(block.begin, I64(self.pages_per_block)), I64(self.pages_per_block))
-        block_start = mul(first_entry, I64(shape.page_size))
+        first_entry, block_start = self.start_of(block)
         # The first token sees the first slot and the last token the last one: positions ascend in a query tile, and the
         # tokens of a shared tile attend to whole pages.
         begin_slot, _ = self.visible_slots(begin_token, block_start)
@@ -108,11 +102,7 @@ class TiledQueries(Queries):
         has_edge = build.icmp_signed("<", edge_slot, end_slot)
         end_of_steps = build.add(edge_slot, build.select(has_edge, I64(STEP_SLOTS), I64(0)))
 
-        def locate_page(entry: ir.Value) -> None:
-            offset = mul(block.page_of(entry), I64(shape.value_words * shape.head_size))
-            code.store(offset, self.page_values, build.sub(entry, first_entry))
-
-        code.loop(block.begin, block.end, locate_page)
+        self.locate_pages(block, first_entry)
         with build.if_then(has_edge):
             self._copy_edge(edge_slot, end_slot)
 
@@ -133,15 +123,32 @@ class TiledQueries(Queries):
 
             with build.if_then(build.icmp_signed("<", mul(begin_step, I64(STEP_SLOTS)), own_end_slot)):
                 is_first = build.icmp_signed("==", row, I64(0))
-                self._score_rows(query, num_tiles, block, first_entry, begin_step, own_end_slot, is_first)
+                self.score_rows(query, I64(0), num_tiles, block, first_entry, begin_step, own_end_slot, is_first)
                 code.loop(0, build.sub(end_row, row), update_queries, step=QUERIES_AT_ONCE)
-                self._sum_rows(query, num_tiles, own_steps, sees_edge)
+                self.sum_rows(query, I64(0), num_tiles, own_steps, sees_edge)
 
         self._by_tiles(num_queries, attend_rows)
 
-    def _score_rows(
+    def start_of(self, block: PageBlock) -> tuple[ir.Value, ir.Value]:
+        """Return the first entry of the whole block that a block is or is part of, and the position of its slot 0."""
+        build, pages = self.code.build, I64(self.pages_per_block)
+        first_entry = build.mul(build.sdiv(block.begin, pages), pages)
+        return first_entry, build.mul(first_entry, I64(self.shape.page_size))
+
+    def locate_pages(self, block: PageBlock, first_entry: ir.Value) -> None:
+        """Emit the record of where a block's pages lie; keys are as many words as values."""
+        code, shape = self.code, self.shape
+
+        def locate_page(entry: ir.Value) -> None:
+            offset = code.build.mul(block.page_of(entry), I64(shape.value_words * shape.head_size))
+            code.store(offset, self.page_values, code.build.sub(entry, first_entry))
+
+        code.loop(block.begin, block.end, locate_page)
+
+    def score_rows(
         self,
         query: ir.Value,
+        score_row: ir.Value,
         num_tiles: int,
         block: PageBlock,
         first_entry: ir.Value,
@@ -151,20 +158,21 @@ class TiledQueries(Queries):
     ) -> None:
         """Compute the scores of `num_tiles` (1 or 2) tiles of 16 queries from `query` on, 32 slots at a time.
 
-        The slots are those of the block from step `begin_step` on up to `end_slot`, a multiple of 32. The first queries
-        of a block read its pages from memory: beside each step of keys, the values of the same slots are prefetched,
-        and the keys of a page that this thread will probably attend to next.
+        They go to rows of scores from `score_row` on. The slots are those of the block from step `begin_step` on up to
+        `end_slot`, a multiple of 32. The first queries of a block read its pages from memory: beside each step of keys,
+        the values of the same slots are prefetched, and the keys of a page that this thread will probably attend to
+        next.
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         page_words = I64(shape.key_words * shape.page_size)
         steps_per_page = shape.page_size // STEP_SLOTS
-        a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words).row_tiles(code)
-        scores = self._matrix(self.softmax.scores, I64(0), self.score_stride)
+        a = self.queries_from(query).row_tiles(code)
+        scores = self.scores_from(score_row)
 
         def score_page(entry: ir.Value) -> None:
             index = build.sub(entry, first_entry)
             page, ahead = block.page_of(entry), block.prefetched(entry)
-            keys = self._matrix(self.keys, mul(page, page_words), shape.page_size)
+            keys = self.matrix(self.keys, mul(page, page_words), shape.page_size)
             first_step = mul(index, I64(steps_per_page))
             end_step = code.min(build.add(first_step, I64(steps_per_page)), build.sdiv(end_slot, I64(STEP_SLOTS)))
 
@@ -186,15 +194,17 @@ class TiledQueries(Queries):
 
         code.loop(block.begin, block.end, score_page)
 
-    def _sum_rows(self, query: ir.Value, num_tiles: int, steps: SlotRange, has_edge: ir.Value) -> None:
+    def sum_rows(
+        self, query: ir.Value, score_row: ir.Value, num_tiles: int, steps: SlotRange, has_edge: ir.Value
+    ) -> None:
         """Add weights · V to the value sums of `num_tiles` (1 or 2) tiles of 16 queries from `query` on.
 
-        `steps` of 32 slots are multiplied where they lie, page after page, and then the copied step if there is one.
+        Their weights are in the rows from `score_row` on. `steps` of 32 slots are multiplied where they lie, page after
+        page, and then the copied step if there is one.
         """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         steps_per_page = shape.page_size // STEP_SLOTS
-        weights = self._matrix(self.softmax.weights, I64(0), self.weight_stride)
-        sums = self._matrix(self.value_sums, mul(query, I64(shape.head_size)), shape.head_size)
+        weights, sums = self.weights_from(score_row), self.sums_from(query)
         # The weights of the copied step: columns from its first slot on, 2 bytes per weight.
         edge_weights = Matrix(weights.at(code, 0, mul(steps.end, I64(2 * STEP_SLOTS))), weights.stride)
         first_page, end_page = (
@@ -211,7 +221,7 @@ class TiledQueries(Queries):
             def add_page(index: ir.Value) -> None:
                 first_step = mul(index, I64(steps_per_page))
                 page_weights = Matrix(weights.at(code, 0, mul(first_step, I64(2 * STEP_SLOTS))), weights.stride)
-                values = self._matrix(self.values, code.load(self.page_values, index, I64), shape.head_size)
+                values = self.matrix(self.values, code.load(self.page_values, index, I64), shape.head_size)
                 b = Matrix(values.at(code, 0, byte_offset), values.stride)
                 begin = build.sub(code.max(steps.begin, first_step), first_step)
                 end = code.min(build.sub(steps.end, first_step), I64(steps_per_page))
@@ -221,7 +231,7 @@ class TiledQueries(Queries):
             code.loop(first_page, end_page, add_page)
             with build.if_then(has_edge):
                 edge_values = Matrix(
-                    self._matrix(self.edge, I64(0), shape.head_size).at(code, 0, byte_offset), I64(4 * shape.head_size)
+                    self.matrix(self.edge, I64(0), shape.head_size).at(code, 0, byte_offset), I64(4 * shape.head_size)
                 )
                 edge_tiles = edge_weights.row_tiles(code), edge_values.column_tiles(code)
                 self.matrix_unit.multiply(*edge_tiles, num_tiles, 0, 1)
@@ -251,7 +261,7 @@ class TiledQueries(Queries):
         code, build, lanes = self.code, self.code.build, self.head_lanes
         head_size, page_size = I64(self.shape.head_size), I64(self.shape.page_size)
         offset = code.load(self.page_values, build.sdiv(begin, page_size), I64)
-        values = self._matrix(self.values, offset, self.shape.head_size)
+        values = self.matrix(self.values, offset, self.shape.head_size)
         first_pair, num_slots = build.sdiv(build.srem(begin, page_size), I64(2)), build.sub(end, begin)
 
         def copy_pair(pair: ir.Value) -> None:
@@ -272,9 +282,34 @@ class TiledQueries(Queries):
 
         code.loop(0, TILE, copy_pair)
 
-    def _matrix(self, base: ir.Value, first_word: ir.Value, words_a_row: int) -> Matrix:
+    def queries_from(self, query: ir.Value) -> Matrix:
+        """Return the queries from `query` on."""
+        return self.matrix(self.queries, self.code.build.mul(query, I64(self.shape.key_words)), self.shape.key_words)
+
+    def sums_from(self, query: ir.Value) -> Matrix:
+        """Return the value sums of the queries from `query` on."""
+        return self.matrix(self.value_sums, self.code.build.mul(query, I64(self.shape.head_size)), self.shape.head_size)
+
+    def scores_from(self, row: ir.Value) -> Matrix:
+        """Return the scores from a row on."""
+        return self.matrix(self.softmax.scores, self.code.build.mul(row, I64(self.score_stride)), self.score_stride)
+
+    def weights_from(self, row: ir.Value) -> Matrix:
+        """Return the weights from a row on."""
+        return self.matrix(self.softmax.weights, self.code.build.mul(row, I64(self.weight_stride)), self.weight_stride)
+
+    def matrix(self, base: ir.Value, first_word: ir.Value, words_a_row: int) -> Matrix:
         """Return the matrix of 32-bit words that begins `first_word` words after `base`."""
         return Matrix(self.code.build.gep(base, [self.code.build.mul(first_word, I64(4))]), I64(4 * words_a_row))
+
+
+def fits_stack(shape: Shape, num_score_rows: int) -> bool:
+    """Return whether a tile's queries and sums, and so many rows of scores and weights, fit `MAX_STACK_BYTES`."""
+    num_slots = _pages_per_block(shape) * shape.page_size
+    words_of_scores = num_score_rows * (num_slots + num_slots // 2 + 2 * STRIDE_PADDING)
+    # The unit also computes rows beyond the last query, fewer than `TILE` = 16, which need memory too.
+    words_of_queries = (shape.num_queries + TILE) * (shape.key_words + shape.head_size + LONG_LANES)
+    return 4 * (words_of_scores + words_of_queries) <= MAX_STACK_BYTES
 
 
 def _pages_per_block(shape: Shape) -> int:

@@ -281,6 +281,34 @@ def test_a_token_has_the_same_bits_in_any_tile(dtype: str, page_size: int, windo
 
 
 @pytest.mark.parametrize(
+    ("group", "head_size", "page_size", "window"),
+    [
+        (3, 64, 64, None),
+        (2, 128, 32, 600),
+        pytest.param(1, 64, 256, None, marks=pytest.mark.slow),
+        pytest.param(4, 256, 128, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_has_the_same_bits_beside_whole_groups_of_queries(
+    group: int, head_size: int, page_size: int, window: int | None
+) -> None:
+    """Groups of 32 queries that see blocks of 256 slots whole are computed in turns with the groups beside them.
+
+    Tiles of 64 and of 32 tokens are whole groups, the others are not. The first two blocks are seen whole, or with a
+    window only the second.
+    """
+    rng = np.random.default_rng(0)
+    step = random_step(rng, random_pages(rng, 2, head_size, page_size, "bfloat16"), group, [700], (64,), window=window)
+    whole = step.attend()
+    assert step.error(whole) < 1e-5
+    for cuts in ((32, 32), (63, 1), (31, 32, 1)):
+        starts = np.cumsum([0, *cuts[:-1]])
+        tiles = [(0, int(start), count) for start, count in zip(starts, cuts, strict=True)]
+        found = replace(step, prefill=tiles).attend()
+        assert np.array_equal(found.view(np.int32), whole.view(np.int32)), cuts
+
+
+@pytest.mark.parametrize(
     ("group", "dtype", "page_size"),
     [
         *((8, *pages) for pages in (*PAGES, ("bfloat16", 128))),
