@@ -32,7 +32,7 @@ from .truncation import KeptTokens, RowFunction, is_in_top_k, truncate
 from .uniforms import uniforms
 
 if TYPE_CHECKING:
-    from ..pallas_kernels.native.row_weights import RowTotals
+    from ..pallas_kernels.native.row_scores import ScoredRows
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
@@ -123,7 +123,7 @@ def sample(
     there are no masks. Second, rows that need rules, a mask or a draw are computed in batches of similar work, which
     replace these results; mode RANDOM ends here. Third, in the modes SCORED and FULL, rows that ask for scores are
     scored in batches. The scores of other rows mean nothing. Native code, where `settings.weighs_natively`, makes the
-    second pass for all rows in one call, and finds the totals of the third.
+    second pass for all rows in one call, and finds for the third what whole rows are read for.
     """
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
@@ -169,17 +169,7 @@ def sample(
     is_finite &= drawn.is_finite
     if undo is not None and settings.logprobs_mode != "processed_logprobs":
         batch = replace(batch, logits=undo.raw(token_ids))
-    if settings.weighs_natively:
-        batch = replace(batch, totals=batch.total_natively(token_ids))
-
-    def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
-        """Return the scores of all rows with those of the selected rows computed and replaced."""
-        return _with_rows(scores, selection, batch.score_tokens(selection, token_ids[selection]))
-
-    # Only the shapes of the scores are wanted here: nothing is computed.
-    shapes = jax.eval_shape(lambda: batch.score_tokens(slice(None), token_ids))
-    no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    scores = control_flow.for_row_batches(rows.score > 0, row_work, score, no_scores, num_keys=len(RowWork))
+    scores = batch.score_all(token_ids, row_work)
     scores = replace(scores, log_kept_masses=drawn.log_masses if mode is SampleMode.FULL else None)
     return SampledRows(token_ids, is_finite, scores)
 
@@ -244,8 +234,6 @@ class _Batch:
     """Whether a row has logit rules or a mask."""
     uniforms: Float[Array, "R L"]
     """The random numbers of each row, for `draw_tokens`; they mean nothing if no row is random."""
-    totals: RowTotals | None = None
-    """What native code has found of each row that is scored; None without it."""
 
     def ruled_logits(self, selection: RowSelection) -> BlockRows:
         """Return the logits of the selected rows, after the rules of their state slots and after their masks.
@@ -344,26 +332,55 @@ class _Batch:
         drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
         return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
 
-    def total_natively(self, token_ids: Int[Array, " R"]) -> RowTotals:
-        """Return what native code finds of all rows that are scored: their softmax's totals, and larger logits."""
-        from ..pallas_kernels.native.row_weights import row_totals
+    def score_all(self, token_ids: Int[Array, " R"], row_work: Int[Array, " R"]) -> TokenScores:
+        """Return the scores of one token of each row; those of rows that ask for none mean nothing.
 
-        logits, is_scored = self.logits, self.rows.score > 0
-        token_logits = logits_of(logits, token_ids[:, None])[:, 0]
-        return row_totals(logits.blocks, logits.row_max, is_scored, self._score_temperature(self.rows), token_logits)
+        `row_work` is each row's RowWork. If native code finds all that whole rows are read for, no batches are needed.
+        """
+        found = self._find_natively(token_ids) if self.settings.weighs_natively else None
+        if found is not None and (found.top_logits is not None or self.settings.max_logprobs == 0):
+            return self.score_tokens(slice(None), token_ids, found)
+
+        def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
+            """Return the scores of all rows with those of the selected rows computed and replaced."""
+            found_rows = jax.tree.map(lambda array: take_rows(array, selection), found)
+            return _with_rows(scores, selection, self.score_tokens(selection, token_ids[selection], found_rows))
+
+        # Only the shapes of the scores are wanted here: nothing is computed.
+        shapes = jax.eval_shape(lambda: self.score_tokens(slice(None), token_ids))
+        no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        is_scored, num_keys = self.rows.score > 0, len(RowWork)
+        return self.settings.control_flow.for_row_batches(is_scored, row_work, score, no_scores, num_keys=num_keys)
+
+    def _find_natively(self, token_ids: Int[Array, " R"]) -> ScoredRows:
+        """Return what native code finds of all rows that are scored."""
+        from ..pallas_kernels.native.row_scores import MAX_TOPS, scored_rows
+
+        logits, score, num_tops = self.logits, self.rows.score, min(self.settings.max_logprobs, self.vocab_size)
+        return scored_rows(
+            logits.blocks,
+            logits.maxima,
+            score > 0,
+            score & Score.TOPS > 0,
+            self._score_temperature(self.rows),
+            logits_of(logits, token_ids[:, None])[:, 0],
+            num_tops=num_tops if 0 < num_tops <= MAX_TOPS else 0,
+        )
 
     def _score_temperature(self, params: SamplingRows) -> Float[Array, " r"]:
         """Return what logits are divided by before they are scored; greedy rows have temperature 1."""
         is_tempered = self.settings.logprobs_mode == "tempered_logprobs"
         return jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
 
-    def score_tokens(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
+    def score_tokens(
+        self, selection: RowSelection, token_ids: Int[Array, " r"], found: ScoredRows | None = None
+    ) -> TokenScores:
         """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
 
         The latter are left out if the engine's `max_logprobs` is 0, and may be zeros if no row asks for them. The
         setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
-        Greedy rows are computed with temperature 1.
+        Greedy rows are computed with temperature 1. `found` is what native code has found of the selected rows.
         """
         params = self.rows.at(selection)
         compute = partial(
@@ -377,9 +394,8 @@ class _Batch:
         if self.settings.logprobs_mode == "processed_logprobs":
             ones = jnp.ones_like(params.temperature)  # Processed logits have been divided by the temperature.
             return compute(self._processed(self.ruled_logits(selection), selection), token_ids, ones)
-        totals = None if self.totals is None else jax.tree.map(lambda array: take_rows(array, selection), self.totals)
         logits = self.logits._replace(selection=selection)
-        return compute(logits, token_ids, self._score_temperature(params), totals=totals)
+        return compute(logits, token_ids, self._score_temperature(params), found=found)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]

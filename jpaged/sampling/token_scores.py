@@ -20,7 +20,7 @@ from .thresholds import sum_together
 from .top_blocks import BLOCK, BlockRows, take_along_rows, take_rows
 
 if TYPE_CHECKING:
-    from ..pallas_kernels.native.row_weights import RowTotals
+    from ..pallas_kernels.native.row_scores import ScoredRows
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +83,7 @@ def token_scores(
     max_logprobs: int,
     vocab_size: int,
     control_flow: ControlFlow,
-    totals: RowTotals | None = None,
+    found: ScoredRows | None = None,
 ) -> TokenScores:
     """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
@@ -91,13 +91,13 @@ def token_scores(
     tokens are returned beside it, [r, k] with k = min(max_logprobs, vocab_size): 0 for none, and −1 for the logprobs of
     the whole vocabulary, [r, V], instead. If `wants_tops` is false, no row asks for the most likely tokens, and zeros
     may be returned for them. The row maximum is subtracted from logits first, before the logarithm of the total: in the
-    other order, the rounding of large logits would show in the result. `totals` are those of the selected rows, if they
-    are known already: then no row is read for them.
+    other order, the rounding of large logits would show in the result. `found` is what
+    native code has found of the selected rows: then no row is read for it.
     """
     token_logit = logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    if totals is not None:
-        ranks, log_total = 1 + totals.num_larger, jnp.log(totals.totals)[:, None]
+    if found is not None:
+        ranks, log_total = 1 + found.num_larger, jnp.log(found.totals)[:, None]
     else:
         blocks = take_rows(logits.blocks, logits.selection)
         ranks, log_total, _ = _ranks_and_log_totals(blocks, token_logit, row_max, scale)
@@ -110,6 +110,8 @@ def token_scores(
         return TokenScores(token_logprobs, ranks, all_logprobs=logprobs(logits.values[:, :vocab_size]))
     if max_logprobs == 0:
         return TokenScores(token_logprobs, ranks)
+    if found is not None and found.top_logits is not None:
+        return TokenScores(token_logprobs, ranks, found.top_ids, logprobs(found.top_logits))
     num_tops = min(max_logprobs, vocab_size)
 
     def tops() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:

@@ -1,4 +1,4 @@
-"""Weighs rows of logits in native code: thresholds of truncation, sums that draws begin with, totals of softmaxes.
+"""Weighs rows of logits in native code: thresholds of truncation, and the sums that draws begin with.
 
 XLA:CPU computes these on one core, batch of rows after batch. Here a row is one unit of work, which any thread takes.
 A row's results depend on that row alone. What the limits of truncation mean is written in `sampling.truncation`.
@@ -54,13 +54,6 @@ class WeighedRows(NamedTuple):
     """The sum of the kept weights of each block."""
 
 
-class RowTotals(NamedTuple):
-    """Of each of R rows, all weights together, and how many logits are larger than that of the row's token."""
-
-    totals: Float[Array, " R"]
-    num_larger: Int[Array, " R"]
-
-
 def weighed_rows(
     blocks: Float[Array, "R b B"],
     row_max: Float[Array, " R"],
@@ -83,24 +76,6 @@ def weighed_rows(
     return WeighedRows(weights.reshape(blocks.shape), threshold, block_sums)
 
 
-def row_totals(
-    blocks: Float[Array, "R b B"],
-    row_max: Float[Array, " R"],
-    is_scored: Bool[Array, " R"],
-    temperature: Float[Array, " R"],
-    token_logits: Float[Array, " R"],
-) -> RowTotals:
-    """Return Σ exp((logit − row maximum) ÷ temperature) of rows with `is_scored`, and the logits above `token_logits`.
-
-    −inf, which fills up the last block of a row, adds nothing. The results of other rows mean nothing.
-    """
-    num_rows, num_blocks, block = blocks.shape
-    types = (jax.ShapeDtypeStruct((num_rows,), jnp.float32), jax.ShapeDtypeStruct((num_rows,), jnp.int32))
-    rows = blocks.reshape(num_rows, -1)
-    call = ffi_call(_totals_handler(num_blocks, block), types)
-    return RowTotals(*call(rows, row_max, is_scored, 1.0 / temperature, token_logits))
-
-
 @cache
 def _weigh_handler(num_blocks: int, block: int) -> str:
     """Compile the custom call of `weighed_rows` for rows of these blocks, and return its name."""
@@ -108,12 +83,12 @@ def _weigh_handler(num_blocks: int, block: int) -> str:
     def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
         logits, row_max, is_drawn, scale, min_p, top_k, top_p, weights, threshold, block_sums, room = arguments
         build, size, lanes = code.build, num_blocks * block, lanes_for(block)
-        logits, weights = (_row_of(code, array, row, size) for array in (logits, weights))
-        room = _row_of(code, room, row, _room_size(size))
-        block_sums = _row_of(code, block_sums, row, num_blocks)
-        with build.if_else(build.icmp_signed("!=", code.load(is_drawn, row, I8), I8(0))) as (then, otherwise):
+        logits, weights = (row_of(code, array, row, size) for array in (logits, weights))
+        room = row_of(code, room, row, _room_size(size))
+        block_sums = row_of(code, block_sums, row, num_blocks)
+        with build.if_else(is_set(code, is_drawn, row)) as (then, otherwise):
             with then:
-                weigh = _weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
+                weigh = weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
 
                 def weigh_vector(token: ir.Value) -> None:
                     code.store_vector(weigh(code.load_vector(logits, token, F32, lanes)), weights, token)
@@ -129,39 +104,7 @@ def _weigh_handler(num_blocks: int, block: int) -> str:
                 code.loop(0, num_blocks, lambda index: code.store(constant(F32, 0.0), block_sums, index))
 
     name = f"jpaged_weighed_rows_{num_blocks}_{block}_{lanes_for(block)}"
-    return register(name, lambda: handler(name, 7, 4, _prepare, body))
-
-
-@cache
-def _totals_handler(num_blocks: int, block: int) -> str:
-    """Compile the custom call of `row_totals` for rows of these blocks, and return its name."""
-
-    def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
-        logits, row_max, is_scored, scale, token_logits, totals, num_larger = arguments
-        build, lanes = code.build, lanes_for(block)
-        sum_type, count_type = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
-        total_type = ir.VectorType(ir.DoubleType(), lanes)  # A float32 sum over a vocabulary would be off by 1e-6.
-        with build.if_then(build.icmp_signed("!=", code.load(is_scored, row, I8), I8(0))):
-            rows = _row_of(code, logits, row, num_blocks * block)
-            weigh = _weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
-            token_logit = code.broadcast(code.load(token_logits, row, F32), lanes)
-
-            def add_block(index: ir.Value, total: ir.Value, count: ir.Value) -> tuple[ir.Value, ir.Value]:
-                first, block_total = build.mul(index, I64(block)), constant(sum_type, 0.0)
-                for offset in range(0, block, lanes):
-                    values = code.load_vector(rows, build.add(first, I64(offset)), F32, lanes)
-                    block_total = build.fadd(block_total, weigh(values))
-                    is_larger = build.fcmp_ordered(">", values, token_logit)
-                    count = build.add(count, build.zext(is_larger, count_type))
-                return build.fadd(total, build.fpext(block_total, total_type)), count
-
-            zeros = constant(total_type, 0.0), constant(count_type, 0)
-            total, count = code.loop(0, num_blocks, add_block, carried=zeros)
-            code.store(build.fptrunc(code.reduce(total, build.fadd), F32), totals, row)
-            code.store(code.reduce(count, build.add), num_larger, row)
-
-    name = f"jpaged_row_totals_{num_blocks}_{block}_{lanes_for(block)}"
-    return register(name, lambda: handler(name, 5, 2, _prepare, body))
+    return register(name, lambda: handler(name, 7, 4, prepare_rows, body))
 
 
 def _emit_truncation(
@@ -197,7 +140,7 @@ def _emit_block_sums(
     code.loop(0, num_blocks, add_block)
 
 
-def _prepare(code: Code, call: Call) -> Work:
+def prepare_rows(code: Code, call: Call) -> Work:
     """Emit code that hands all addresses on, a unit for each row, and decides whether they are worth several threads.
 
     The first argument holds the rows.
@@ -213,12 +156,17 @@ def _room_size(size: int) -> int:
     return size // COMPACTION + NUM_ACCUMULATORS * LONG_LANES
 
 
-def _row_of(code: Code, rows: ir.Value, row: ir.Value, size: int) -> ir.Value:
+def row_of(code: Code, rows: ir.Value, row: ir.Value, size: int) -> ir.Value:
     """Return the address of a row of `size` float32 numbers."""
     return code.build.gep(rows, [code.build.mul(row, I64(size * SIZES[F32]))])
 
 
-def _weigher(code: Code, row_max: ir.Value, scale: ir.Value, lanes: int) -> Callable[[ir.Value], ir.Value]:
+def is_set(code: Code, flags: ir.Value, index: ir.Value) -> ir.Value:
+    """Return a flag as an i1."""
+    return code.build.icmp_signed("!=", code.load(flags, index, I8), I8(0))
+
+
+def weigher(code: Code, row_max: ir.Value, scale: ir.Value, lanes: int) -> Callable[[ir.Value], ir.Value]:
     """Return a function that emits exp((logit − row_max) × scale) of a vector of logits, 0 below e⁻⁸⁷ and for a NaN."""
     build = code.build
     maxima, scales = code.broadcast(row_max, lanes), code.broadcast(scale, lanes)

@@ -10,7 +10,7 @@ from jpaged.sampling.logit_rules import LogitRulesState, apply_rules, new_rules,
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.logits_processor import LogitsProcessor
 from jpaged.sampling.native_rules import natively_ruled
-from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, num_mask_words, pack_columns
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, Score, num_mask_words, pack_columns
 from jpaged.sampling.sampler import SampledRows, SampleSettings, mask_bias, sample
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.sampling.sampling_rows import SamplingRows
@@ -103,6 +103,9 @@ def test_rows_are_sampled_as_by_xla(vocab_size, mode, logprobs_mode, with_masks)
         # The totals are added up in another order, of exponentials that may differ in the last bit.
         np.testing.assert_allclose(native.scores.logprobs[scored], wanted.scores.logprobs[scored], rtol=0, atol=1e-6)
         assert np.array_equal(native.scores.ranks[scored], wanted.scores.ranks[scored])
+        if mode is SampleMode.FULL:
+            with_tops = scored & (np.asarray(requests.rows.score) & Score.TOPS > 0)
+            assert np.array_equal(native.scores.top_token_ids[with_tops], wanted.scores.top_token_ids[with_tops])
 
 
 @pytest.mark.parametrize("with_masks", [False, True], ids=["rules", "rules and masks"])

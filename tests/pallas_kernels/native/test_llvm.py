@@ -13,7 +13,17 @@ import pytest
 from llvmlite import ir
 
 from jpaged.pallas_kernels.code_formats import CODE_FORMATS
-from jpaged.pallas_kernels.native import ffi, llvm, norms, processor, registry, row_weights, ruled_rows, xla_call
+from jpaged.pallas_kernels.native import (
+    ffi,
+    llvm,
+    norms,
+    processor,
+    registry,
+    row_scores,
+    row_weights,
+    ruled_rows,
+    xla_call,
+)
 from jpaged.pallas_kernels.native.norms import NormKind
 from jpaged.pallas_kernels.native.products import chain
 from jpaged.pallas_kernels.native.products.codes.decoded import CodedMultiplier
@@ -259,7 +269,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             texts[name] = str(build())
         return name
 
-    for module in (xla_call, chain, norms, row_weights, ruled_rows, attention, pages):
+    for module in (xla_call, chain, norms, row_scores, row_weights, ruled_rows, attention, pages):
         monkeypatch.setattr(module, "register", written)
     monkeypatch.setattr(registry, "link", written)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
@@ -303,7 +313,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     ruled_rows._handler.__wrapped__(ruled_rows._Shape(203, 128, rule_widths=(8, 4), mask_words=7), bits)
     ruled_rows._restore_handler.__wrapped__(2, 128)
     row_weights._weigh_handler.__wrapped__(2, 128)
-    row_weights._totals_handler.__wrapped__(2, 128)
+    row_scores._handler.__wrapped__(2, 128, 3)
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple(f"{architecture}-unknown-linux-gnu")

@@ -1,14 +1,18 @@
-"""Rows that native code weighs: kept tokens, sums and totals are those of numpy in float64."""
+"""Rows that native code weighs and scores: kept tokens, sums and totals are those of numpy in float64."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.native import llvm, processor, row_weights
-from jpaged.pallas_kernels.native.row_weights import RowLimits, RowTotals, WeighedRows, row_totals, weighed_rows
+from jpaged.pallas_kernels.native import llvm, processor, row_scores, row_weights
+from jpaged.pallas_kernels.native.row_scores import ScoredRows, scored_rows
+from jpaged.pallas_kernels.native.row_weights import RowLimits, WeighedRows, weighed_rows
 
 ROWS, BLOCKS, BLOCK = 24, 41, 128
+NUM_TOPS = 20
 LIMITS = (
     {},
     {"top_k": 1},
@@ -56,10 +60,11 @@ class Rows:
         drawn, temperature = jnp.asarray(self.is_drawn[rows]), jnp.asarray(self.temperature[rows])
         return compiled(weighed_rows, blocks, row_max, drawn, temperature, limits)
 
-    def totals(self, rows: list[int]) -> RowTotals:
+    def scored(self, rows: list[int], num_tops: int = NUM_TOPS) -> ScoredRows:
         blocks = jnp.asarray(self.logits[rows].reshape(-1, BLOCKS, BLOCK))
-        given = [jnp.asarray(array[rows]) for array in (self.is_drawn, self.temperature, self.token_logits)]
-        return compiled(row_totals, blocks, blocks.max(axis=(1, 2)), *given)
+        given = [jnp.asarray(array[rows]) for array in (self.is_drawn, self.is_drawn, self.temperature)]
+        tokens = jnp.asarray(self.token_logits[rows])
+        return compiled(partial(scored_rows, num_tops=num_tops), blocks, blocks.max(axis=2), *given, tokens)
 
 
 def compiled(function, *arguments):
@@ -72,10 +77,10 @@ def _lanes(request, monkeypatch):
     if request.param == 16 and not processor.host_has_avx512():
         pytest.skip("this processor has no vectors of sixteen lanes")
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: request.param == 16)
-    for handler in (row_weights._weigh_handler, row_weights._totals_handler):
+    for handler in (row_weights._weigh_handler, row_scores._handler):
         handler.cache_clear()
     yield
-    for handler in (row_weights._weigh_handler, row_weights._totals_handler):
+    for handler in (row_weights._weigh_handler, row_scores._handler):
         handler.cache_clear()
 
 
@@ -110,15 +115,34 @@ def test_truncation_keeps_what_sorted_weights_keep():
 @pytest.mark.usefixtures("_lanes")
 def test_totals_are_those_of_the_softmax_and_larger_logits_are_counted():
     rows = Rows()
-    totals, scored = rows.totals(list(range(ROWS))), rows.is_drawn
-    np.testing.assert_allclose(totals.totals[scored], rows.exact_weights().sum(axis=1)[scored], rtol=1e-6)
+    found, scored = rows.scored(list(range(ROWS)), num_tops=0), rows.is_drawn
+    assert found.top_ids is None
+    np.testing.assert_allclose(found.totals[scored], rows.exact_weights().sum(axis=1)[scored], rtol=1e-6)
     num_larger = (rows.logits > rows.token_logits[:, None]).sum(axis=1)
-    assert np.array_equal(totals.num_larger[scored], num_larger[scored])
+    assert np.array_equal(found.num_larger[scored], num_larger[scored])
+
+
+@pytest.mark.usefixtures("_lanes")
+@pytest.mark.parametrize("num_tops", [1, NUM_TOPS, row_scores.MAX_TOPS])
+def test_the_largest_logits_come_in_order_and_ties_by_token(num_tops):
+    rows = Rows()
+    rows.logits[0], rows.logits[1] = 0.0, np.sort(rows.logits[1])  # All tie; each logit is larger than those before.
+    rows.logits[2, 3:] = -np.inf  # There are fewer than are wanted.
+    rows.logits[3, :5001], rows.logits[3, 40:80:2], rows.logits[3, 41:81:2] = -1.0, 0.0, -0.0  # Zeros of both signs.
+    rows.logits[5, 200] = np.nan  # The row means nothing; its tokens are some.
+    found, scored = rows.scored(list(range(ROWS)), num_tops), rows.is_drawn
+    order = np.argsort(-rows.logits, axis=1, kind="stable")[:, :num_tops]
+    wanted = np.take_along_axis(rows.logits, order, axis=1)
+    finite = scored & (np.arange(ROWS) != 5)
+    assert np.array_equal(found.top_logits[finite], wanted[finite])
+    ordered = finite & (np.arange(ROWS) != 3)  # A zero with a sign counts as the smaller one.
+    assert np.array_equal(found.top_ids[ordered], order[ordered])
+    assert ((found.top_ids[5] >= 0) & (found.top_ids[5] < BLOCKS * BLOCK)).all()
 
 
 def test_a_row_has_the_same_results_in_any_company():
     rows = Rows()
-    together, totals = rows.weighed(list(range(ROWS))), rows.totals(list(range(ROWS)))
+    together, scores = rows.weighed(list(range(ROWS))), rows.scored(list(range(ROWS)))
     for row in (0, 5, 9):
-        for all_rows, alone in ((together, rows.weighed([row])), (totals, rows.totals([row]))):
+        for all_rows, alone in ((together, rows.weighed([row])), (scores, rows.scored([row]))):
             assert all(np.array_equal(a[row], b[0]) for a, b in zip(all_rows, alone, strict=True))
