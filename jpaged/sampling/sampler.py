@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.row_sums import sum_by_halves
 from .control_flow import DYNAMIC, ControlFlow
-from .drawing import draw_tokens, num_draw_levels
+from .drawing import NUM_BRANCHES, draw_tokens, num_draw_levels
 from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
 from .sample_columns import ALL_ALLOWED, Score
@@ -272,12 +272,25 @@ class _Batch:
         logits, params = self.ruled_logits(selection), self.rows.at(selection)
         is_drawn, likeliest = ~params.is_greedy, _first_maximum(logits, self.vocab_size)
         control_flow = self.settings.control_flow
+        asks_for_mass = (params.score & Score.MASS > 0) & is_drawn  # The column `score` holds bits of `Score`.
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
         def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
             """Return the tokens and the log masses of all selected rows."""
             weigh, kept = self._truncate(logits, params, is_drawn)
-            return self._draw_kept(logits, weigh, kept, selection, likeliest)
+
+            def log_masses() -> Float[Array, " r"]:
+                """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
+                # The likeliest token has the weight 1.
+                kept_sums = jnp.where(params.keeps_one, 1.0, sum_by_halves(kept.block_sums))
+                kept_shares = kept_sums / sum_by_halves(weigh(logits.values))
+                return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
+
+            masses = no_masses
+            if self.mode is SampleMode.FULL:
+                masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
+            drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
+            return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
 
         if self.mode is SampleMode.GREEDY:
             token_ids, masses = likeliest, no_masses
@@ -288,49 +301,23 @@ class _Batch:
         return _DrawnRows(token_ids, is_finite_row(logits), masses)
 
     def draw_natively(self, likeliest: _DrawnRows) -> _DrawnRows:
-        """Return what `draw` does of all rows at once, which native code weighs; the logits are those after rules.
+        """Return what `draw` does of all rows at once, drawn by native code; the logits are those after rules.
 
         `likeliest` are the results of rows that are greedy.
         """
-        from ..pallas_kernels.native.row_weights import RowLimits, weighed_rows  # Only a trace needs what writes it.
+        from ..pallas_kernels.native.row_weights import RowLimits, drawn_rows  # Only a trace needs what writes it.
 
-        logits, rows = self.logits, self.rows
-        limits = RowLimits(*rows.limits)
-        weighed = weighed_rows(logits.blocks, logits.row_max, ~rows.is_greedy, rows.temperature, limits)
-        kept = KeptTokens(weighed.threshold, weighed.block_sums)
-        weights = logits._replace(blocks=weighed.weights)  # The maxima of its blocks are not read.
-        token_ids, masses = self._draw_kept(weights, lambda weight: weight, kept, slice(None), likeliest.token_ids)
-        return likeliest._replace(token_ids=token_ids, log_masses=masses)
-
-    def _draw_kept(
-        self,
-        logits: BlockRows,
-        weigh: RowFunction,
-        kept: KeptTokens,
-        selection: RowSelection,
-        likeliest: Int[Array, " r"],
-    ) -> tuple[Int[Array, " r"], Float[Array, " r"]]:
-        """Return a kept token of each selected row, and the logarithm of the probability mass of all that are kept.
-
-        `weigh` turns `logits` of the selected rows into weights. Greedy rows and those with a top-p of 0 get their
-        token of `likeliest`.
-        """
-        params, control_flow = self.rows.at(selection), self.settings.control_flow
-        # The column `score` holds bits of `Score`.
-        asks_for_mass = (params.score & Score.MASS > 0) & ~params.is_greedy
-        masses = no_masses = jnp.zeros(len(asks_for_mass), jnp.float32)
-
-        def log_masses() -> Float[Array, " r"]:
-            """Return the logarithm of kept weights ÷ all weights of each row that asks for it, else 0."""
-            # The likeliest token has the weight 1.
-            kept_sums = jnp.where(params.keeps_one, 1.0, sum_by_halves(kept.block_sums))
-            kept_shares = kept_sums / sum_by_halves(weigh(logits.values))
-            return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
-
+        logits, rows, limits = self.logits, self.rows, RowLimits(*self.rows.limits)
+        of_rows = ~rows.is_greedy, rows.temperature, limits, self.uniforms
+        drawn = drawn_rows(logits.blocks, logits.row_max, *of_rows, num_branches=NUM_BRANCHES)
+        token_ids = jnp.where(rows.is_greedy | rows.keeps_one, likeliest.token_ids, drawn.token_ids)
+        masses = likeliest.log_masses
         if self.mode is SampleMode.FULL:
-            masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
-        drawn = draw_tokens(logits, weigh, kept, take_rows(self.uniforms, selection))
-        return jnp.where(params.is_greedy | params.keeps_one, likeliest, drawn), masses
+            # The likeliest token has the weight 1. The column `score` holds bits of `Score`.
+            kept_sums = jnp.where(rows.keeps_one, 1.0, sum_by_halves(drawn.block_sums))
+            asks_for_mass = (rows.score & Score.MASS > 0) & ~rows.is_greedy
+            masses = jnp.where(asks_for_mass, jnp.log(kept_sums / drawn.totals), 0.0)
+        return likeliest._replace(token_ids=token_ids, log_masses=masses)
 
     def score_all(self, token_ids: Int[Array, " R"], row_work: Int[Array, " R"]) -> TokenScores:
         """Return the scores of one token of each row; those of rows that ask for none mean nothing.

@@ -1,9 +1,10 @@
-"""Weighs rows of logits in native code: thresholds of truncation, and the sums that draws begin with.
+"""Draws tokens of rows of logits in native code: weighs them, cuts them by truncation, and draws down a tree.
 
 XLA:CPU computes these on one core, batch of rows after batch. Here a row is one unit of work, which any thread takes.
-A row's results depend on that row alone. What the limits of truncation mean is written in `sampling.truncation`.
+A row's results depend on that row alone. What the limits of truncation mean is written in `sampling.truncation`, and
+what the tree is in `sampling.drawing`.
 
-Letters: R rows, b blocks of B tokens, V tokens of all blocks.
+Letters: R rows, b blocks of B tokens, L levels of trees.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
+from .draw_trees import DrawTree
 from .llvm import EXP_LEAST, F32, I8, I32, I64, LONG_LANES, POINTER, SIZES, Code, constant, declare, lanes_for
 from .registry import register
 from .xla_call import Call, Work, handler
@@ -43,68 +45,164 @@ class RowLimits(NamedTuple):
     top_p: Float[Array, " R"]
 
 
-class WeighedRows(NamedTuple):
-    """The weights of R rows and those that truncation keeps. Rows that are not drawn have block sums of 0 alone."""
+class DrawnRows(NamedTuple):
+    """A token of each of R rows, and what is kept of the row. Of rows that are not drawn all this means nothing.
 
-    weights: Float[Array, "R b B"]
-    """exp((logit − row maximum) ÷ temperature), and 0 below e⁻⁸⁷."""
+    A weight is exp((logit − row maximum) ÷ temperature), and 0 below e⁻⁸⁷.
+    """
+
+    token_ids: Int[Array, " R"]
+    """0 if all weights are 0."""
     threshold: Float[Array, " R"]
     """Weights that reach it are kept."""
+    totals: Float[Array, " R"]
+    """The sum of all weights."""
     block_sums: Float[Array, "R b"]
     """The sum of the kept weights of each block."""
 
 
-def weighed_rows(
+def drawn_rows(
     blocks: Float[Array, "R b B"],
     row_max: Float[Array, " R"],
     is_drawn: Bool[Array, " R"],
     temperature: Float[Array, " R"],
     limits: RowLimits,
-) -> WeighedRows:
-    """Return the weights of rows with `is_drawn`, and which of them are left by min-p, top-k and top-p.
+    uniforms_RL: Float[Array, "R L"],
+    *,
+    num_branches: int,
+) -> DrawnRows:
+    """Return a token of each row with `is_drawn`, by its weight, among those that min-p, top-k and top-p leave.
 
-    `blocks` are logits, of which −inf fills up the last block of a row.
+    `blocks` are logits, of which −inf fills up the last block of a row. `uniforms_RL` are the random numbers of each
+    row for the L levels of two trees with `num_branches`: first for its blocks, then for the tokens of one.
     """
     num_rows, num_blocks, block = blocks.shape
-    row_type, threshold_type, sums_type = (
-        jax.ShapeDtypeStruct((num_rows, *shape), jnp.float32) for shape in ((num_blocks * block,), (), (num_blocks,))
-    )
-    room_type = jax.ShapeDtypeStruct((num_rows, _room_size(num_blocks * block)), jnp.float32)
-    call = ffi_call(_weigh_handler(num_blocks, block), (row_type, threshold_type, sums_type, room_type))
+    types = [
+        jax.ShapeDtypeStruct((num_rows, *shape), dtype)
+        for shape, dtype in (
+            ((), jnp.int32),
+            ((), jnp.float32),
+            ((), jnp.float32),
+            ((num_blocks,), jnp.float32),
+            ((_room_size(num_blocks * block),), jnp.float32),
+        )
+    ]
+    call = ffi_call(_handler(num_blocks, block, num_branches), types)
     rows = blocks.reshape(num_rows, -1)
-    weights, threshold, block_sums, _ = call(rows, row_max, is_drawn, 1.0 / temperature, *limits)
-    return WeighedRows(weights.reshape(blocks.shape), threshold, block_sums)
+    *drawn, _ = call(rows, row_max, is_drawn, 1.0 / temperature, *limits, uniforms_RL)
+    return DrawnRows(*drawn)
 
 
 @cache
-def _weigh_handler(num_blocks: int, block: int) -> str:
-    """Compile the custom call of `weighed_rows` for rows of these blocks, and return its name."""
+def _handler(num_blocks: int, block: int, num_branches: int) -> str:
+    """Compile the custom call of `drawn_rows` for rows of these blocks, and return its name."""
+    size, lanes = num_blocks * block, lanes_for(block)
 
     def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
-        logits, row_max, is_drawn, scale, min_p, top_k, top_p, weights, threshold, block_sums, room = arguments
-        build, size, lanes = code.build, num_blocks * block, lanes_for(block)
-        logits, weights = (row_of(code, array, row, size) for array in (logits, weights))
+        with code.build.if_then(is_set(code, arguments[2], row)):
+            draw(code, arguments, row)
+
+    def draw(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
+        logits, row_max, _, scale, min_p, top_k, top_p, uniforms, *results = arguments
+        token_ids, threshold, totals, block_sums, room = results
+        build = code.build
+        logits, block_sums = row_of(code, logits, row, size), row_of(code, block_sums, row, num_blocks)
         room = row_of(code, room, row, _room_size(size))
-        block_sums = row_of(code, block_sums, row, num_blocks)
-        with build.if_else(is_set(code, is_drawn, row)) as (then, otherwise):
+        weigh = weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
+        limits = code.load(min_p, row, F32), code.load(top_k, row, I32), code.load(top_p, row, F32)
+
+        def weights_at(token: ir.Value) -> ir.Value:
+            return weigh(code.load_vector(logits, token, F32, lanes))
+
+        def kept_weights_at(token: ir.Value) -> ir.Value:
+            """Return weights that are written to the room, too, where thresholds are searched."""
+            weights = weights_at(token)
+            code.store_vector(weights, room, token)
+            return weights
+
+        code.store(limits[0], threshold, row)
+        has_top_k, has_top_p = _has_limits(code, size, *limits[1:])
+        with build.if_else(build.or_(has_top_k, has_top_p)) as (then, otherwise):
             with then:
-                weigh = weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
-
-                def weigh_vector(token: ir.Value) -> None:
-                    code.store_vector(weigh(code.load_vector(logits, token, F32, lanes)), weights, token)
-
-                code.loop(0, size, weigh_vector, step=lanes)
-                kept = _KeptWeights(code, weights, room, size, lanes)
-                limits = code.load(min_p, row, F32), code.load(top_k, row, I32), code.load(top_p, row, F32)
+                code.store(_emit_sums(code, kept_weights_at, limits[0], block_sums, num_blocks, block), totals, row)
+                kept = _KeptWeights(code, room, code.build.gep(room, [I64(size * SIZES[F32])]), size, lanes)
                 least = _emit_truncation(code, kept, size, *limits)
                 code.store(least, threshold, row)
-                _emit_block_sums(code, weights, least, block_sums, num_blocks, block)
+                _emit_sums(
+                    code, lambda token: code.load_vector(room, token, F32, lanes), least, block_sums, num_blocks, block
+                )
             with otherwise:
-                code.store(constant(F32, 0.0), threshold, row)
-                code.loop(0, num_blocks, lambda index: code.store(constant(F32, 0.0), block_sums, index))
+                code.store(_emit_sums(code, weights_at, limits[0], block_sums, num_blocks, block), totals, row)
+        trees = DrawTree(code, num_blocks, num_branches), DrawTree(code, block, num_branches)
+        numbers = row_of(code, uniforms, row, sum(tree.num_levels for tree in trees))
+        token = _emit_draw(code, trees, numbers, block_sums, weights_at, code.load(threshold, row, F32), lanes)
+        code.store(build.trunc(token, I32), token_ids, row)
 
-    name = f"jpaged_weighed_rows_{num_blocks}_{block}_{lanes_for(block)}"
-    return register(name, lambda: handler(name, 7, 4, prepare_rows, body))
+    name = f"jpaged_drawn_rows_{num_blocks}_{block}_{num_branches}_{lanes}"
+    return register(name, lambda: handler(name, 8, 5, prepare_rows, body))
+
+
+def _emit_draw(
+    code: Code,
+    trees: tuple[DrawTree, DrawTree],
+    uniforms: ir.Value,
+    block_sums: ir.Value,
+    weights_at: Callable[[ir.Value], ir.Value],
+    threshold: ir.Value,
+    lanes: int,
+) -> ir.Value:
+    """Emit the draw of a block by its sum, then of a token in it that reaches the threshold; return the token."""
+    build, (block_tree, token_tree) = code.build, trees
+    code.loop(
+        0, block_tree.num_leaves, lambda leaf: code.store(code.load(block_sums, leaf, F32), block_tree.leaves, leaf)
+    )
+    first = build.mul(block_tree.draw(uniforms, 0), I64(token_tree.num_leaves))
+    for offset in range(0, token_tree.num_leaves, lanes):
+        weights = _kept(code, weights_at(build.add(first, I64(offset))), threshold)
+        code.store_vector(weights, token_tree.leaves, I64(offset))
+    return build.add(first, token_tree.draw(uniforms, block_tree.num_levels))
+
+
+def _emit_sums(
+    code: Code,
+    weights_at: Callable[[ir.Value], ir.Value],
+    threshold: ir.Value,
+    block_sums: ir.Value,
+    num_blocks: int,
+    block: int,
+) -> ir.Value:
+    """Emit the sum of those weights of each block of a row that reach the threshold; return that of all weights.
+
+    `weights_at` gives a vector of weights from a token on.
+    """
+    build, lanes = code.build, lanes_for(block)
+    zeros = constant(ir.VectorType(F32, lanes), 0.0)
+    total_type = ir.VectorType(ir.DoubleType(), lanes)  # A float32 sum over a vocabulary would be off by 1e-6.
+
+    def add_block(index: ir.Value, total: ir.Value) -> list[ir.Value]:
+        first, block_total, kept_total = build.mul(index, I64(block)), zeros, zeros
+        for offset in range(0, block, lanes):
+            weights = weights_at(build.add(first, I64(offset)))
+            block_total = build.fadd(block_total, weights)
+            kept_total = build.fadd(kept_total, _kept(code, weights, threshold))
+        code.store(code.reduce(kept_total, build.fadd), block_sums, index)
+        return [build.fadd(total, build.fpext(block_total, total_type))]
+
+    (total,) = code.loop(0, num_blocks, add_block, carried=[constant(total_type, 0.0)])
+    return build.fptrunc(code.reduce(total, build.fadd), F32)
+
+
+def _kept(code: Code, weights: ir.Value, threshold: ir.Value) -> ir.Value:
+    """Return the weights of a vector that reach the threshold, and 0 for the others."""
+    build, least = code.build, code.broadcast(threshold, weights.type.count)
+    return build.select(build.fcmp_ordered(">=", weights, least), weights, constant(weights.type, 0.0))
+
+
+def _has_limits(code: Code, size: int, top_k: ir.Value, top_p: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return whether top-k and top-p may leave out tokens of a row of `size` weights."""
+    build = code.build
+    has_top_k = build.and_(build.icmp_signed(">", top_k, I32(0)), build.icmp_signed("<", top_k, I32(size)))
+    return has_top_k, build.fcmp_ordered("<", top_p, constant(F32, 1.0))
 
 
 def _emit_truncation(
@@ -113,31 +211,13 @@ def _emit_truncation(
     """Emit the limits of a row of `size` weights one after another; return its threshold."""
     build = code.build
     kept.raise_to(build.bitcast(min_p, I32))
-    has_top_k = build.and_(build.icmp_signed(">", top_k, I32(0)), build.icmp_signed("<", top_k, I32(size)))
+    has_top_k, has_top_p = _has_limits(code, size, top_k, top_p)
     with build.if_then(has_top_k):
         kept.search(top_k, constant(F32, 0.0))
-    with build.if_then(build.fcmp_ordered("<", top_p, constant(F32, 1.0))):
+    with build.if_then(has_top_p):
         _, mass = kept.count_and_mass(kept.threshold_bits)
         kept.search(I32(0), build.fmul(top_p, mass))
     return build.bitcast(kept.threshold_bits, F32)
-
-
-def _emit_block_sums(
-    code: Code, weights: ir.Value, threshold: ir.Value, block_sums: ir.Value, num_blocks: int, block: int
-) -> None:
-    """Emit the sum of those weights of each block of a row that reach the threshold."""
-    build, lanes = code.build, lanes_for(block)
-    sum_type = ir.VectorType(F32, lanes)
-    least, zeros = code.broadcast(threshold, lanes), constant(sum_type, 0.0)
-
-    def add_block(index: ir.Value) -> None:
-        first, total = build.mul(index, I64(block)), zeros
-        for offset in range(0, block, lanes):
-            values = code.load_vector(weights, build.add(first, I64(offset)), F32, lanes)
-            total = build.fadd(total, build.select(build.fcmp_ordered(">=", values, least), values, zeros))
-        code.store(code.reduce(total, build.fadd), block_sums, index)
-
-    code.loop(0, num_blocks, add_block)
 
 
 def prepare_rows(code: Code, call: Call) -> Work:
@@ -152,8 +232,8 @@ def prepare_rows(code: Code, call: Call) -> Work:
 
 
 def _room_size(size: int) -> int:
-    """Return the length of the room in which a row of `size` weights is copied together, with zeros behind."""
-    return size // COMPACTION + NUM_ACCUMULATORS * LONG_LANES
+    """Return the length of the room for a row of `size` weights, and for a copy of few of them with zeros behind."""
+    return size + size // COMPACTION + NUM_ACCUMULATORS * LONG_LANES
 
 
 def row_of(code: Code, rows: ir.Value, row: ir.Value, size: int) -> ir.Value:
@@ -187,7 +267,7 @@ class _KeptWeights:
     """
 
     def __init__(self, code: Code, weights: ir.Value, room: ir.Value, size: int, lanes: int) -> None:
-        """`weights` is the address of `size` numbers, whole blocks, and `room` that of `_room_size`, to be written."""
+        """`weights` is the address of `size` numbers, whole blocks, and `room` that of a copy of few, to be written."""
         self._code, self._room, self._lanes = code, room, lanes
         self._threshold, self._high, self._num_low, self._num_high = (code.allocate(I32, 1) for _ in range(4))
         self._searched, self._num_searched = code.allocate(POINTER, 1), code.allocate(I64, 1)

@@ -312,7 +312,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     bits = ruled_rows.RuleBits(*(1 << bit for bit in range(7)), *range(4))
     ruled_rows._handler.__wrapped__(ruled_rows._Shape(203, 128, rule_widths=(8, 4), mask_words=7), bits)
     ruled_rows._restore_handler.__wrapped__(2, 128)
-    row_weights._weigh_handler.__wrapped__(2, 128)
+    row_weights._handler.__wrapped__(2, 128, 16)
     row_scores._handler.__wrapped__(2, 128, 3)
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
