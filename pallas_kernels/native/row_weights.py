@@ -114,7 +114,7 @@ def _handler(num_blocks: int, block: int, num_branches: int) -> str:
         def weights_at(token: ir.Value) -> ir.Value:
             return weigh(code.load_vector(logits, token, F32, lanes))
 
-        def kept_weights_at(token: ir.Value) -> ir.Value:
+        def stored_weights_at(token: ir.Value) -> ir.Value:
             """Return weights that are written to the room, too, where thresholds are searched."""
             weights = weights_at(token)
             code.store_vector(weights, room, token)
@@ -124,7 +124,7 @@ def _handler(num_blocks: int, block: int, num_branches: int) -> str:
         has_top_k, has_top_p = _has_limits(code, size, *limits[1:])
         with build.if_else(build.or_(has_top_k, has_top_p)) as (then, otherwise):
             with then:
-                code.store(_emit_sums(code, kept_weights_at, limits[0], block_sums, num_blocks, block), totals, row)
+                code.store(_emit_sums(code, stored_weights_at, limits[0], block_sums, num_blocks, block), totals, row)
                 kept = _KeptWeights(code, room, code.build.gep(room, [I64(size * SIZES[F32])]), size, lanes)
                 least = _emit_truncation(code, kept, size, *limits)
                 code.store(least, threshold, row)
