@@ -213,34 +213,34 @@ def build_engine(
             seed=config.seed,
             gate=gate,
         )
+        if compiles_behind and devices[0].platform == "cpu":
+            plan.pauses.end_requests()  # The first pause begins now: requests come as soon as they can.
+            plan.start_behind(prepared.deferred)
+        elif compiles_behind:
+            plan.start(prepared.deferred)
+        else:
+            plan.defer(prepared.deferred)
+        return EngineComponents(
+            # The engine drops the caller's arrays and the open checkpoint: it has weights of its own now.
+            config=config if config.params is None else replace(config, params=None),
+            handle=replace(handle, checkpoint=None, arrays=None),
+            sizes=sizes,
+            device=devices[0],
+            mesh=engine.mesh,
+            backend=engine.backend,
+            attention=attention,
+            experts=experts,
+            memory=memory,
+            core=core,
+            runner=runner,
+            rules_spec=engine.rules_spec,
+            load_s=load_s,
+            live=live,
+            reload_weights=_reload_weights(config, handle, programs.weights),
+        )
     except BaseException:
         plan.close()
         raise
-    if compiles_behind and devices[0].platform == "cpu":
-        plan.pauses.note(are_running=False)  # The first pause begins now: requests come as soon as they can.
-        plan.start_behind(prepared.deferred)
-    elif compiles_behind:
-        plan.start(prepared.deferred)
-    else:
-        plan.defer(prepared.deferred)
-    return EngineComponents(
-        # The engine drops the caller's arrays and the open checkpoint: it has weights of its own now.
-        config=config if config.params is None else replace(config, params=None),
-        handle=replace(handle, checkpoint=None, arrays=None),
-        sizes=sizes,
-        device=devices[0],
-        mesh=engine.mesh,
-        backend=engine.backend,
-        attention=attention,
-        experts=experts,
-        memory=memory,
-        core=core,
-        runner=runner,
-        rules_spec=engine.rules_spec,
-        load_s=load_s,
-        live=live,
-        reload_weights=_reload_weights(config, handle, programs.weights),
-    )
 
 
 def _weights_directory(config: EngineConfig, devices: Sequence[jax.Device], handle: ModelHandle) -> Path | None:

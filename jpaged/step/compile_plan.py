@@ -202,7 +202,8 @@ class CompilePlan:
     def start_behind(self, keys: Iterable[Key]) -> None:
         """Start compiling these keys as `start` does, but one at a time, in the pauses between requests.
 
-        The thread gives way to steps. A key that is asked for is not held; see `pauses` for how long others are.
+        The thread gives way to steps, also if a key is asked for that it compiles already. One that is asked for before
+        is not held; see `pauses` for how long others are.
         """
         with self._lock:
             self._check_open()
@@ -259,8 +260,9 @@ class CompilePlan:
     def ask(self, key: Key) -> Future[Executable]:
         """Compile `key` at once, and return its future without waiting.
 
-        A key that no thread has begun to compile goes past all others, as in `get`. Raises KeyError for a key outside
-        the plan, and EngineStoppedError if the plan is closed.
+        A key that no thread has begun to compile goes past all others, as in `get`. Until it is done, no key of
+        `start_behind` is begun. Raises KeyError for a key outside the plan, and EngineStoppedError if the plan is
+        closed.
         """
         with self._lock:
             self.start([key])  # Nothing if the key was started before; else it is queued, and cancelled below.
@@ -269,7 +271,8 @@ class CompilePlan:
                 self._futures[key] = self._urgent.submit(self._compile, key)
             future = self._futures[key]
             self._asked.add(key)
-        self.pauses.recheck()
+        self.pauses.put_first(future)
+        self.pauses.recheck()  # This key may be held now.
         return future
 
     def wait(self) -> None:
@@ -333,6 +336,7 @@ class CompilePlan:
         """
         with self._lock:
             self._num_under_way += 1
+        start_s = time.monotonic()
         try:
             with trace_settings():
                 lower = self.programs.get(key) or self._occasional.get(key) or self._update_programs[key]
@@ -352,21 +356,20 @@ class CompilePlan:
             logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise
         finally:
+            self.pauses.note_work(time.monotonic() - start_s)
             with self._lock:
                 self.num_ended += 1
                 self._num_under_way -= 1
 
     def _compile_behind(self, key: Key) -> Executable:
-        """Compile a program as `_compile` does, once a pause has come; one that is needed now, at full priority."""
+        """Compile a program as `_compile` does, once a pause has come.
+
+        One that is asked for meanwhile is traced at once, by a thread of normal priority. The threads of XLA's compiler
+        may have a lower one for all programs, see `compile_threads`.
+        """
         self.pauses.wait(lambda: self.is_closed or key in self._asked)
         self._check_open()
-        if key in self._asked:
-            return self._urgent.submit(self._compile, key).result()
-        start_s = time.monotonic()
-        try:
-            return self._compile(key)
-        finally:
-            self.pauses.note_work(time.monotonic() - start_s)
+        return self._urgent.submit(self._compile, key).result() if key in self._asked else self._compile(key)
 
     def _check_open(self) -> None:
         """Raise EngineStoppedError once the plan is closed."""

@@ -84,7 +84,7 @@ class ProgramGate:
         they are ready its rows decode one token a step.
         """
         if not self._running:
-            self.plan.pauses.note(are_running=True)
+            self.plan.pauses.begin_requests()
         self._running[_sampling_of(request)] += 1
         if request.scoring is None:
             keys = [key for key in self.choice.decodes(request.mode) if key in self.plan.programs]
@@ -98,7 +98,7 @@ class ProgramGate:
             del self._running[sampling]
             self._num_left += 1
         if not self._running:
-            self.plan.pauses.note(are_running=False)
+            self.plan.pauses.end_requests()
 
     def new_limits(self) -> StepLimits | None:
         """Return what the programs that are ready can compute in a step; None if that is as at the last call."""

@@ -172,9 +172,12 @@ class ServerState:
         if status != "ok":
             return {"status": status}
         assert self._started is not None
-        done, total = self._started.engine.engine.plan.progress
+        plan = self._started.engine.engine.plan
+        done, total = plan.progress
         name = "compile" if done < total else "serve"
-        return {"status": status, **StartPhase(name, done, total, self._ready_s, self._num_compiled).fields}
+        # As if nothing had been held for requests, so that `eta_s` counts seconds of compiling.
+        start_s = self._ready_s + plan.pauses.held_s
+        return {"status": status, **StartPhase(name, done, total, start_s, self._num_compiled).fields}
 
     @property
     def is_compiling(self) -> bool:

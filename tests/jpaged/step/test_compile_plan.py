@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.errors import EngineStoppedError
-from jpaged.step import compile_plan
+from jpaged.step import compile_plan, pauses
 from jpaged.step.compile_plan import CompilePlan
 
 
@@ -114,7 +114,7 @@ def test_keys_behind_are_compiled_one_at_a_time(plan, lowering):
 def test_keys_behind_wait_while_requests_run_but_for_one_that_is_asked_for(plan, lowering):
     """Held for as long as it can be told: a program before them took very long."""
     plan.pauses.note_work(1e6)
-    plan.pauses.note(are_running=True)
+    plan.pauses.begin_requests()
     plan.start_behind("abc")
     wait_for(lambda: plan.is_held)
     lowering.may_go_on.clear()
@@ -128,14 +128,43 @@ def test_keys_behind_wait_while_requests_run_but_for_one_that_is_asked_for(plan,
     plan.pauses.note_work(1e6)
     assert lowering.begun == ["b", "a"]
     assert plan.is_compiling
-    plan.pauses.note(are_running=False)
+    plan.pauses.end_requests()
     plan.wait()
     assert lowering.begun == ["b", "a", "c"]
 
 
+def test_keys_behind_wait_for_one_that_a_request_waits_for(plan, lowering, monkeypatch):
+    """The request does not run yet. The first key had begun before; for the others a pause would have come at once."""
+    monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
+    gates = {key: threading.Event() for key in "abcd"}
+    plan.programs = {key: lowering.program(key, gate) for key, gate in gates.items()}
+    plan.start_behind("abd")
+    wait_for(lambda: lowering.begun == ["a"])
+    asked = plan.ask("c")
+    wait_for(lambda: lowering.begun == ["a", "c"])
+    gates["a"].set()
+    wait_for(lambda: plan.is_ready("a"))
+    wait_for(lambda: plan.pauses.is_holding or lowering.begun != ["a", "c"])
+    assert lowering.begun == ["a", "c"]
+    assert plan.ask("c") is asked
+    gates["c"].set()
+    wait_for(lambda: lowering.begun == ["a", "c", "b"])
+    gates["b"].set()
+    gates["d"].set()
+    plan.wait()
+
+
+def test_a_failed_compilation_that_was_asked_for_holds_nothing(plan, monkeypatch):
+    monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
+    plan.programs["c"] = lambda: 1 / 0
+    assert plan.ask("c").exception() is not None
+    plan.start_behind("ab")
+    wait_for(lambda: plan.is_ready("a") and plan.is_ready("b"))
+
+
 def test_closing_ends_the_wait_for_a_pause(plan, lowering):
     plan.pauses.note_work(1e6)
-    plan.pauses.note(are_running=True)
+    plan.pauses.begin_requests()
     plan.start_behind("ab")
     wait_for(lambda: plan.pauses.is_holding)
     plan.close()
