@@ -1,9 +1,11 @@
 """A server answers while it compiles: requests wait for what they need alone, and get what they get otherwise."""
 
+import os
 import random
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,10 @@ import pytest
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.errors import EngineStoppedError
 from jpaged.sampling.sampling_params import SampleMode
+from jpaged.startup import build_engine
+from jpaged.step import compile_plan
+from jpaged.step.compile_threads import MAX_NICE, NICE
+from jpaged.step.pauses import PAUSE_S, Pauses
 from jpaged.step.program_choice import ProgramChoice
 from jpaged.step.programs import Programs
 
@@ -48,17 +54,23 @@ class Compiler:
         return lower()
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, watched: Callable[[Any, Any], Any]) -> None:
+    """Let `watched` lower the programs of engines, given each program's key and the function that lowers it."""
+    init = Programs.__init__
+
+    def init_watched(self: Programs, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        for programs in (self.lower, self.lower_masked, self.lower_scores):
+            programs.update({key: partial(watched, key, lower) for key, lower in programs.items()})
+
+    monkeypatch.setattr(Programs, "__init__", init_watched)
+
+
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """Hold the programs that plain requests do not need."""
-    compiler, init = Compiler(), Programs.__init__
-
-    def init_held(self: Programs, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        for programs in (self.lower, self.lower_masked, self.lower_scores):
-            programs.update({key: partial(compiler.lower, key, lower) for key, lower in programs.items()})
-
-    monkeypatch.setattr(Programs, "__init__", init_held)
+    compiler = Compiler()
+    watch(monkeypatch, compiler.lower)
     yield compiler
     compiler.may_go_on.set()
 
@@ -77,6 +89,13 @@ def run(engine: Engine, until: Any) -> dict[str, Any]:
         assert time.monotonic() < end_s
         outputs |= {output.request_id: output for output in engine.step()}
     return outputs
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
 
 
 def results(output: Any) -> Any:
@@ -123,10 +142,7 @@ def test_the_program_that_a_request_waits_for_goes_first(tiny: str, compiler: Co
     with serving(tiny) as engine:
         engine.add_request("scored", "Hello", SamplingParams(**{**GREEDY, **MORE["prompt logprobs"]}))
         engine.step()
-        end_s = time.monotonic() + 30
-        while not any(key[0] == "score" for key in compiler.begun):
-            assert time.monotonic() < end_s
-            time.sleep(0.005)
+        wait_for(lambda: any(key[0] == "score" for key in compiler.begun))
         compiler.may_go_on.set()
         run(engine, {"scored"})
 
@@ -197,3 +213,70 @@ def test_tokens_and_logprobs_do_not_depend_on_which_programs_were_ready(tiny: st
             outputs |= {output.request_id: output for output in engine.step()}
             ready.add(rng.choice(keys))
         assert [results(outputs[str(index)]) for index in range(8)] == expected
+
+
+class StartClock:
+    """Seconds that pass only while programs are lowered, one for each; they stand still where nothing is compiled."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.nice_of: dict[Any, int] = {}
+        """The nice value of the thread that lowered each program, by the program's key."""
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def lower(self, key: Any, lower: Any) -> Any:
+        self.now_s += 1.0
+        self.nice_of[key] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else 0
+        return lower()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StartClock:
+    clock = StartClock()
+    monkeypatch.setattr(compile_plan, "Pauses", lambda: Pauses(clock))
+    watch(monkeypatch, clock.lower)
+    return clock
+
+
+def test_while_a_request_runs_what_is_left_is_held_and_steps_are_dispatched_ahead(
+    tiny: str, clock: StartClock
+) -> None:
+    """What is left is compiled in the pause behind the request, by a thread that gives way to steps."""
+    with serving(tiny) as engine:
+        plan, at_ready = engine.plan, set(clock.nice_of)
+        wait_for(lambda: plan.is_held or len(clock.nice_of) > len(at_ready))
+        assert set(clock.nice_of) == at_ready, "the first pause begins when the server is ready"
+        engine.add_request("one", "Hello", SamplingParams(**GREEDY))
+        max_ahead, outputs = 0, []
+        while not any(output.finished for output in outputs):
+            outputs = engine.step()
+            max_ahead = max(max_ahead, len(engine.core.in_flight))
+            clock.now_s += PAUSE_S / 10
+            plan.pauses.recheck()
+        assert max_ahead == 1
+        assert set(clock.nice_of) == at_ready
+        clock.now_s += PAUSE_S
+        plan.pauses.recheck()
+        wait_for(lambda: len(clock.nice_of) > len(at_ready))
+    if sys.platform == "linux":
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        behind = {nice for key, nice in clock.nice_of.items() if key not in at_ready}
+        assert behind == {min(own + NICE, MAX_NICE)}
+
+
+def test_a_start_that_fails_at_its_end_leaves_nothing_to_compile(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[compile_plan.CompilePlan] = []
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def start_behind(self: compile_plan.CompilePlan, keys: Any) -> None:
+        plans.append(self)
+
+    monkeypatch.setattr(compile_plan.CompilePlan, "start_behind", start_behind)
+    monkeypatch.setattr(build_engine, "_reload_weights", fail)
+    with pytest.raises(KeyboardInterrupt):
+        serving(tiny)
+    assert [plan.is_closed for plan in plans] == [True]
