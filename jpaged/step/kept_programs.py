@@ -199,7 +199,7 @@ class KeptPrograms:
         """Return a program that can be compiled: its kept executable, or else its module, kept or traced now."""
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((program.arguments, program.made))]
         name = hashlib.sha256(f"{self._identity}{program.name}{shapes}".encode()).hexdigest()
-        found = self._read(self._executable_path(name))
+        found = self._read(self._executable_path(name, program))
         return KeptProgram(self, program, name, self.traced(program, name) if found is None else found)
 
     def traced(self, program: Program, name: str) -> _Traced:
@@ -234,7 +234,7 @@ class KeptPrograms:
         memory = MemorySizes(*(getattr(stats, field) for field in MemorySizes._fields))
         header = {"native": traced.native, "rest_paths": traced.rest_paths, "memory": memory}
         try:
-            write_kept(self._executable_path(name), Kept(header, executable.serialize()))
+            write_kept(self._executable_path(name, program), Kept(header, executable.serialize()))
         except jax.errors.JaxRuntimeError as error:
             logger.info("%s: each start compiles it: %s", program.name, one_line(error))
         return KeptExecutable(executable, self._device, program, traced.rest_paths, memory)
@@ -244,8 +244,10 @@ class KeptPrograms:
         kept = read_kept(path)
         return kept if kept is not None and self._backend.load_native(kept.header["native"]) else None
 
-    def _executable_path(self, name: str) -> Path:
-        return self._directory / f"executable_{name}"
+    def _executable_path(self, name: str, program: Program) -> Path:
+        """Return the file of an executable, which depends on XLA's options too; a module does not."""
+        options = repr(sorted(program.compiler_options.items()))
+        return self._directory / f"executable_{hashlib.sha256(f'{name}{options}'.encode()).hexdigest()}"
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class ProgramOptions:
     """Pages of the host pool; with 0 there are no swap programs."""
     kept_in: Path | None = field(default=None, repr=False)
     """Directory in which step programs are kept for later starts, which then trace nothing; None for none."""
-    num_cores: int = 1
-    """Cores that the host may keep busy."""
+    num_cores: int = field(default=1, repr=False)
+    """Cores that the host may keep busy. No trace depends on them: XLA's options do."""
     expert_counts: tuple[int, int] | None = None
     """Numbers of layers and of experts, where steps count the tokens of each expert; None where they do not."""
 

@@ -32,7 +32,7 @@ _ADDRESS = struct.Struct("<Q")
 
 
 class Function(NamedTuple):
-    """A function of object code: its name, its offset among all functions, and its bytes."""
+    """A function of object code: its name, its offset in the section of all functions, and its bytes."""
 
     name: str
     offset: int
@@ -65,20 +65,13 @@ class _Symbol(NamedTuple):
     size: int
 
 
-def is_loadable(code: bytes) -> bool:
-    """Return whether `load` takes this object code: an ELF file of 64 bits for x86-64."""
-    return code.startswith(MAGIC) and _MACHINE.unpack_from(code, MACHINE_OFFSET) == (X86_64,)
-
-
 def functions(code: bytes) -> list[Function]:
-    """Return the functions of an ELF file of 64 bits."""
+    """Return the functions of an ELF file of 64 bits. Raises ValueError if they lie in more than one section."""
     sections = _sections(code)
-    return [
-        Function(symbol.name, symbol.value, symbol.size)
-        for symbols in _symbols(code, sections).values()
-        for symbol in symbols
-        if symbol.type == FUNCTION
-    ]
+    found = [symbol for table in _symbols(code, sections).values() for symbol in table if symbol.type == FUNCTION]
+    if len(numbers := {symbol.section for symbol in found}) > 1:
+        raise ValueError(f"object code: got functions in the sections {sorted(numbers)}, allowed: one section")
+    return [Function(symbol.name, symbol.value, symbol.size) for symbol in found]
 
 
 def load(code: bytes, address_of: Callable[[str], int]) -> dict[str, int]:
@@ -87,9 +80,11 @@ def load(code: bytes, address_of: Callable[[str], int]) -> dict[str, int]:
 
     The memory is never freed: threads of XLA may run the code until the process is gone, after Python has ended.
     `address_of` returns the address of a function that the code calls and does not define. Raises ValueError if the
-    code has a section to write, a symbol in none, or a relocation other than ABSOLUTE: LLVM's large model, which a
-    compiler for the running process uses, writes none of these for our modules.
+    code is no ELF file of 64 bits for x86-64, or has a section to write, a symbol in none, or a relocation other than
+    ABSOLUTE: LLVM's large model, which a compiler for the running process uses, writes none of these for our modules.
     """
+    if not code.startswith(MAGIC) or _MACHINE.unpack_from(code, MACHINE_OFFSET) != (X86_64,):
+        raise ValueError(f"object code: got a file that begins with {code[:20].hex()}, allowed: ELF for x86-64")
     sections, offsets, size = _sections(code), dict[int, int](), 0
     for number, section in enumerate(sections):
         if section.flags & ALLOCATED and section.flags & WRITABLE and section.size:

@@ -125,10 +125,13 @@ def _load_kept(name: str) -> int | None:
 
 
 def _load(name: str, kept: _ObjectCode) -> int:
-    """Load a module's object code; return the address of its function of the module's name."""
-    if object_code.is_loadable(kept.code):
+    """Load a module's object code; return the address of its function of the module's name.
+
+    LLVM loads what `object_code` refuses: code for other processors, and what a later LLVM may write.
+    """
+    try:
         address = object_code.load(kept.code, _function).get(name, 0)
-    else:
+    except ValueError:
         from . import compiler
 
         engine, address = compiler.load(name, kept.code, {each: _addresses[each] for each in kept.calls})

@@ -76,7 +76,9 @@ def step_of_rows(
     def padded(values: np.ndarray, length: int) -> np.ndarray:
         return np.pad(values, (0, length - len(values))).astype(np.int32)
 
-    put = jax.device_put  # It copies, where jax.numpy would compile a program for each shape.
+    # jax.numpy would compile a program for each shape. On a CPU the results may share the memory of these arrays, which
+    # are written no more.
+    put = jax.device_put
     return AttentionMetadata(
         positions=put(padded(positions, num_tokens)),
         slot_mapping=put(padded(slots, num_tokens)[None]),

@@ -19,7 +19,7 @@ from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.models.weights.kept_shapes import kept_shapes
 from jpaged.pallas_kernels.kept_files import Kept, read_kept, write_kept
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
-from jpaged.startup import prepared_engine
+from jpaged.startup import abstract_engine, prepared_engine
 from jpaged.step import kept_programs, kv_measure, programs
 from jpaged.step.kept_programs import KeptPrograms, Program
 
@@ -153,6 +153,26 @@ def test_another_setting_processor_or_source_of_ours_traces_its_own(
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")  # XLA has read it already; a later one would.
     count()
     assert all(later > earlier for earlier, later in pairwise(sizes)), sizes
+
+
+def test_a_start_on_other_cores_traces_nothing_and_compiles_only_what_depends_on_them(
+    tiny: str, directory: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """XLA cuts programs into as many modules as there are cores, and no more than 32."""
+    found: list[tuple[object, set[str], set[str]]] = []
+    for num_cores in 33, 64, 2:
+        kept_shapes.cache_clear()  # As in a later process.
+        monkeypatch.setattr(abstract_engine, "num_host_cores", lambda num_cores=num_cores: num_cores)
+        computed = results(start(tiny))
+        modules, executables = ({file.name for file in directory.glob(f"{kind}_*")} for kind in ("step", "executable"))
+        found.append((computed, modules, executables))
+        if num_cores == 33:
+            request.getfixturevalue("nothing_is_traced")
+    on_33, on_64, on_2 = found
+    assert on_64 == on_33
+    assert on_2[:2] == on_33[:2]
+    assert on_2[2] > on_33[2]
+    assert len(on_2[2]) == 2 * len(on_33[2])
 
 
 def test_another_process_finds_them_and_native_code_that_is_gone_is_compiled_again(tiny: str, tmp_path: Path) -> None:

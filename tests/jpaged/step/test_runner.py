@@ -18,8 +18,17 @@ from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
+from jpaged.step import programs as programs_module
 from jpaged.step.compile_plan import CompilePlan
-from jpaged.step.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, ProgramOptions, Programs, move_programs
+from jpaged.step.programs import (
+    COPY_KEY,
+    NUM_MODULES,
+    SWAP_IN_KEY,
+    SWAP_OUT_KEY,
+    ProgramOptions,
+    Programs,
+    move_programs,
+)
 from jpaged.step.runner import MAX_SWAPS_UNDER_WAY, Runner
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
@@ -40,11 +49,14 @@ def new_builder():
     return StepInputBuilder(SIZES, BUCKETS, BACKEND, rules_spec=LogitRulesSpec(MODEL.vocab_size))
 
 
-def new_plan(weights, mesh, num_host_blocks=NUM_HOST_PAGES):
+def new_programs(weights, mesh, **options):
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
-    cache, options = PagedCache((), LAYOUT, places, BACKEND), ProgramOptions(num_host_blocks=num_host_blocks)
-    programs = Programs(weights, cache, mesh, new_builder(), hidden_size=MODEL.hidden_size, options=options)
-    return CompilePlan(programs.lower)
+    cache, options = PagedCache((), LAYOUT, places, BACKEND), ProgramOptions(**options)
+    return Programs(weights, cache, mesh, new_builder(), hidden_size=MODEL.hidden_size, options=options)
+
+
+def new_plan(weights, mesh, num_host_blocks=NUM_HOST_PAGES):
+    return CompilePlan(new_programs(weights, mesh, num_host_blocks=num_host_blocks).lower)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +243,28 @@ def test_swap_programs_exist_only_with_host_pages(weights, mesh, plan):
     assert {COPY_KEY, SWAP_OUT_KEY, SWAP_IN_KEY} <= set(plan.programs)
     without = move_programs(LAYOUT, mesh, num_host_blocks=0)
     assert set(without) == {COPY_KEY}
+
+
+@pytest.mark.parametrize(("num_cores", "num_modules"), [(1, 1), (8, 8), (33, 32), (64, 32)])
+def test_a_program_is_cut_into_as_many_modules_as_a_cpu_has_cores_and_no_more_than_by_default(
+    weights, mesh, monkeypatch, num_cores, num_modules
+):
+    """For all programs but those that move pages, which have few operations."""
+    found = {}
+    monkeypatch.setattr(Programs, "lower_program", lambda _, one: found.update({one.name: one.compiler_options}))
+    programs = new_programs(weights, mesh, num_cores=num_cores, num_decode_steps=4)
+    lower = {key: one for key, one in (programs.lower | programs.lower_masked).items() if key != COPY_KEY}
+    for one in lower.values():
+        one()
+    assert len(found) == len(lower)
+    assert {options[NUM_MODULES] for options in found.values()} == {num_modules}
+
+
+def test_programs_that_score_have_the_options_too(weights, mesh, monkeypatch):
+    monkeypatch.setattr(programs_module, "NUM_MODULES", "xla_no_such")
+    lower = next(iter(new_programs(weights, mesh).lower_scores.values()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such'"):
+        lower().compile()
 
 
 def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(mesh):

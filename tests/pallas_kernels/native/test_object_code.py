@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding as binding
 import pytest
@@ -51,15 +52,52 @@ def test_a_function_that_is_nowhere_is_named() -> None:
         object_code.load(compiler.compile_module(CODE), registry._function)
 
 
-def test_code_to_write_and_short_addresses_are_refused() -> None:
+def with_short_addresses(module: object) -> bytes:
+    """Compile a module in another code model of LLVM's, whose relocations `object_code` does not know."""
+    compiler.host_features()  # It registers LLVM's code generator.
+    machine = binding.Target.from_default_triple().create_target_machine(codemodel="small", reloc="pic", jit=True)
+    code: bytes = machine.emit_object(binding.parse_assembly(str(module)))
+    return code
+
+
+def test_what_is_unknown_is_refused() -> None:
     for count in "global i64 1", "global i64 0":  # With a value, and filled with zeros.
         with pytest.raises(ValueError, match=r"^object code: got a section to write, number \d+, allowed: none$"):
             object_code.load(compiler.compile_module(f"@count = {count}\n{DOUBLE}"), registry._function)
-    compiler.host_features()
-    machine = binding.Target.from_default_triple().create_target_machine(codemodel="small")
-    code = machine.emit_object(binding.parse_assembly(CODE))
     with pytest.raises(ValueError, match=r"^object code: got a relocation of type \d+, allowed: 1$"):
-        object_code.load(code, registry._function)
+        object_code.load(with_short_addresses(CODE), registry._function)
+    code = compiler.compile_module(DOUBLE)
+    for other in b"\xcf\xfa\xed\xfe" + code[4:], code[: object_code.MACHINE_OFFSET] + b"\xb7\0" + code[20:]:
+        with pytest.raises(ValueError, match=r"^object code: got a file that begins with [0-9a-f]{40}, allowed: ELF"):
+            object_code.load(other, registry._function)
+
+
+def test_llvm_loads_what_is_refused_also_when_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build() -> Any:
+        double: Any = DOUBLE
+        registry.link("jpaged_test_double", lambda: double)
+        return CODE
+
+    def never() -> Any:
+        raise AssertionError("written again")
+
+    monkeypatch.setattr(registry, "_path_of", tmp_path.joinpath)
+    monkeypatch.setattr(compiler, "compile_module", with_short_addresses)
+    for writes in build, never:
+        monkeypatch.setattr(registry, "_addresses", {})  # As in a new process.
+        monkeypatch.setattr(registry, "_engines", owners := [])
+        registry.link("jpaged_test", writes)
+        function = INTEGERS(registry._addresses["jpaged_test"])
+        assert [function(i, -7) for i in range(3)] == [24, 34, 44]
+        assert owners, "LLVM has loaded one"
+
+
+def test_functions_of_several_sections_are_refused() -> None:
+    """Their offsets would be those in different sections."""
+    other = DOUBLE.replace("jpaged_test_double", "other").replace("{", 'section ".text.other" {', 1)
+    with pytest.raises(ValueError, match=r"^object code: got functions in the sections \[\d+, \d+\], allowed: one"):
+        object_code.functions(compiler.compile_module(DOUBLE + other))
+    assert [one.name for one in object_code.functions(compiler.compile_module(DOUBLE))] == ["jpaged_test_double"]
 
 
 EXIT = """
