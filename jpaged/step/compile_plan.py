@@ -2,10 +2,9 @@
 
 Background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
 that compiling takes no processor time from the first token; `start_behind` has programs compiled one at a time in the
-pauses between requests; `get` returns an executable and waits if it has to, and
-`ask` only lets it be compiled before all others. The plan knows keys and how to lower them (programs.py), not what they
-compute. It also listens to `jax.monitoring`, which reports every compilation in the process: those on the thread of a
-step are counted in `num_outside` and should be 0.
+pauses between requests; `ask` has a program compiled at once, with none behind beside it, and `get` waits for that. The
+plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
+reports every compilation in the process: those on the thread of a step are counted in `num_outside` and should be 0.
 """
 
 from __future__ import annotations

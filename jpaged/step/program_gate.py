@@ -1,7 +1,7 @@
 """Keeps requests out of steps until the programs that they need are compiled; other requests go on meanwhile.
 
     request ─▶ admits? ─▶ runs
-                 └─ no: its program goes first in the queue of the compiler, and the request waits for that alone
+                 └─ no: its program is compiled next, with nothing behind beside it, and the request waits for that
 
 A program whose compilation has failed is never ready: requests that cannot do without it end by an error.
 """
@@ -52,7 +52,7 @@ class ProgramGate:
     def admits(self, request: Request) -> bool:
         """Return whether the programs are ready that the request needs beside those that run.
 
-        The first one that is missing is compiled before all others.
+        The first one that is missing is compiled at once; see `CompilePlan.ask`.
         """
         for alternatives in self._needs(request, beside_others=True):
             if not self._has_any(alternatives):

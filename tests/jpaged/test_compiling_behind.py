@@ -240,9 +240,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StartClock:
     return clock
 
 
-def test_while_a_request_runs_what_is_left_is_held_and_steps_are_dispatched_ahead(
-    tiny: str, clock: StartClock
-) -> None:
+def test_while_a_request_runs_what_is_left_is_held_and_steps_are_dispatched_ahead(tiny: str, clock: StartClock) -> None:
     """What is left is compiled in the pause behind the request, by a thread that gives way to steps."""
     with serving(tiny) as engine:
         plan, at_ready = engine.plan, set(clock.nice_of)
