@@ -1,5 +1,7 @@
 """Rules and masks in native code: what is drawn and scored is what XLA's passes give."""
 
+from dataclasses import fields
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,8 @@ RULED = (
 )
 RANDOM = ({"temperature": 0}, {"top_k": 9, "top_p": 0.8}, {"temperature": 0}, {"temperature": 1.3}, {"min_p": 0.05})
 LOGPROBS = (None, 3, 0)
+ULP = 2.0**-23
+"""The largest relative difference of neighbouring float32 numbers."""
 VOCAB_SIZE = 5003
 """Forty blocks, of which a rule touches some; the last one is short."""
 
@@ -40,6 +44,7 @@ class Requests:
         columns = np.zeros((len(SAMPLE_FIELDS), ROWS), np.int32)
         for row in range(ROWS):
             asked = {**RULED[row % 4], **RANDOM[row % 5], "logprobs": LOGPROBS[row % 3]}
+            asked["log_kept_mass"] = row % 2 == 0 and asked["logprobs"] is not None
             params = SamplingParams(**asked)
             columns[len(STEP_FIELDS) :, row] = pack_columns(
                 params, seq_slot=row + 1, sample_index=0, seed=row, stop_ids=()
@@ -64,8 +69,7 @@ class Requests:
         masks[::3] = -1
         self.masks = jnp.asarray(masks)
 
-    def sampled(self, mode: SampleMode, logprobs_mode: str, with_masks: bool, is_native: bool) -> SampledRows:
-        settings = SampleSettings(max_logprobs=3, logprobs_mode=logprobs_mode, has_native_code=is_native)
+    def sampled(self, mode: SampleMode, settings: SampleSettings, with_masks: bool) -> SampledRows:
         rules = self.rules if mode is SampleMode.FULL else None
 
         def draw(logits: jax.Array, rules: LogitRulesState | None, masks: jax.Array | None) -> SampledRows:
@@ -73,39 +77,79 @@ class Requests:
 
         return jax.tree.map(np.asarray, jax.jit(draw)(self.logits, rules, self.masks if with_masks else None))
 
+    def meaningful_rows(self) -> dict[str, np.ndarray]:
+        """Return which rows of each field of their scores mean something."""
+        score = np.asarray(self.rows.score)
+        is_scored, has_tops = score > 0, score & Score.TOPS > 0
+        return {
+            "logprobs": is_scored,
+            "ranks": is_scored,
+            "top_token_ids": has_tops,
+            "top_logprobs": has_tops,
+            "all_logprobs": has_tops,
+            "log_kept_masses": np.ones(ROWS, bool),
+        }
+
 
 jitted_set = jax.jit(set_rules)
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "mode", "logprobs_mode", "with_masks"),
+    ("vocab_size", "mode", "logprobs_mode", "with_masks", "max_logprobs"),
     [
-        (203, SampleMode.FULL, "raw_logprobs", True),  # Two blocks, of which the last is short.
-        pytest.param(203, SampleMode.FULL, "processed_logprobs", True, marks=pytest.mark.slow),
-        pytest.param(203, SampleMode.RANDOM, "raw_logprobs", True, marks=pytest.mark.slow),
-        pytest.param(203, SampleMode.SCORED, "raw_logprobs", True, marks=pytest.mark.slow),
-        pytest.param(256, SampleMode.FULL, "raw_logprobs", False, marks=pytest.mark.slow),
-        pytest.param(100, SampleMode.FULL, "tempered_logprobs", False, marks=pytest.mark.slow),
-        pytest.param(
-            10_001, SampleMode.FULL, "raw_logprobs", True, marks=pytest.mark.slow
-        ),  # Whole vectors and blocks.
+        (203, SampleMode.RANDOM, "raw_logprobs", True, 3),  # Two blocks, of which the last is short.
+        (203, SampleMode.SCORED, "raw_logprobs", True, 3),
+        (203, SampleMode.FULL, "raw_logprobs", False, 100),  # More tops than are found natively.
+        (10_001, SampleMode.FULL, "tempered_logprobs", True, 3),  # Whole vectors and blocks.
+        pytest.param(203, SampleMode.FULL, "raw_logprobs", True, -1, marks=pytest.mark.slow),
+        pytest.param(203, SampleMode.FULL, "processed_logprobs", True, 3, marks=pytest.mark.slow),
+        pytest.param(256, SampleMode.FULL, "raw_logprobs", False, 3, marks=pytest.mark.slow),
+        pytest.param(100, SampleMode.FULL, "tempered_logprobs", False, 3, marks=pytest.mark.slow),
+        pytest.param(10_001, SampleMode.FULL, "raw_logprobs", True, 3, marks=pytest.mark.slow),
     ],
 )
-def test_rows_are_sampled_as_by_xla(vocab_size, mode, logprobs_mode, with_masks):
+def test_rows_are_sampled_as_by_xla(vocab_size, mode, logprobs_mode, with_masks, max_logprobs):
     requests = Requests(vocab_size)
-    native, wanted = (requests.sampled(mode, logprobs_mode, with_masks, is_native) for is_native in (True, False))
+    native, wanted = (
+        requests.sampled(mode, SampleSettings((), max_logprobs, logprobs_mode, has_native_code=is_native), with_masks)
+        for is_native in (True, False)
+    )
     finite = wanted.is_finite
     assert np.array_equal(native.is_finite, finite)
     assert 0 < finite.sum() < ROWS
     assert np.array_equal(native.token_ids[finite], wanted.token_ids[finite])
-    if wanted.scores is not None:
-        scored = finite & (np.asarray(requests.rows.score) > 0)
-        # The totals are added up in another order, of exponentials that may differ in the last bit.
-        np.testing.assert_allclose(native.scores.logprobs[scored], wanted.scores.logprobs[scored], rtol=0, atol=1e-6)
-        assert np.array_equal(native.scores.ranks[scored], wanted.scores.ranks[scored])
-        if mode is SampleMode.FULL:
-            with_tops = scored & (np.asarray(requests.rows.score) & Score.TOPS > 0)
-            assert np.array_equal(native.scores.top_token_ids[with_tops], wanted.scores.top_token_ids[with_tops])
+    if mode is SampleMode.RANDOM:
+        assert native.scores is wanted.scores is None
+        return
+    rows = requests.meaningful_rows()
+    for field in fields(wanted.scores):
+        native_field, wanted_field = (getattr(sampled.scores, field.name) for sampled in (native, wanted))
+        assert (native_field is None) == (wanted_field is None), field.name
+        if wanted_field is not None:
+            of_rows = finite & rows[field.name]
+            assert of_rows.any()
+            assert_equal_to_rounding(field.name, native_field[of_rows], wanted_field[of_rows])
+    if mode is SampleMode.FULL:
+        assert (wanted.scores.log_kept_masses[finite] < -0.01).sum() >= 3
+
+
+def assert_equal_to_rounding(name: str, native: np.ndarray, wanted: np.ndarray) -> None:
+    """Compare a field of scores: integers exactly, and logarithms within the rounding of the sums that they are of.
+
+    Both ways add up a row's weights in orders of their own, of exponentials that may differ in their last bit, so that
+    their sums may differ by 2 units in the last place: an absolute difference of the logarithm, however small that is.
+    A logprob is of one sum, and a mass of two. Then the result is rounded, by at most a unit in its own last place: a
+    fixed tolerance would be too wide for numbers near 0, or too narrow for those below −16.
+    """
+    if np.issubdtype(wanted.dtype, np.integer):
+        assert np.array_equal(native, wanted), name
+        return
+    is_finite = np.isfinite(wanted)
+    assert np.array_equal(native[~is_finite], wanted[~is_finite]), name
+    native, wanted = native[is_finite], wanted[is_finite]
+    num_sums = 2 if name == "log_kept_masses" else 1
+    excess = np.abs(native - wanted) - (np.spacing(np.abs(wanted)) + 2 * ULP * num_sums)
+    assert (excess <= 0).all(), (name, native[excess > 0], wanted[excess > 0])
 
 
 @pytest.mark.parametrize("with_masks", [False, True], ids=["rules", "rules and masks"])
