@@ -364,7 +364,7 @@ class _Batch:
     ) -> TokenScores:
         """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
 
-        The latter are left out if the engine's `max_logprobs` is 0, and may be zeros if no row asks for them. The
+        The latter are left out if the engine's `max_logprobs` is 0, and mean nothing for rows that do not ask. The
         setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
         Greedy rows are computed with temperature 1. `found` is what native code has found of the selected rows.

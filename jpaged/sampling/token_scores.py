@@ -32,7 +32,8 @@ class TokenScores:
     ranks: Int[Array, " R"]
     """1 for the most likely token."""
     top_token_ids: Int[Array, "R k"] | None = None
-    """The k most likely tokens, most likely first."""
+    """The k most likely tokens, most likely first. Those of rows without `Score.TOPS`, and their logprobs, mean
+    nothing: they may never have been written."""
     top_logprobs: Float[Array, "R k"] | None = None
     all_logprobs: Float[Array, "R V"] | None = None
     """Instead of the two above, where requests may ask for the whole vocabulary."""
@@ -89,10 +90,10 @@ def token_scores(
 
     `token_ids` are these tokens, one for each of r rows. Ranks count from 1. `max_logprobs` is how many most likely
     tokens are returned beside it, [r, k] with k = min(max_logprobs, vocab_size): 0 for none, and −1 for the logprobs of
-    the whole vocabulary, [r, V], instead. If `wants_tops` is false, no row asks for the most likely tokens, and zeros
-    may be returned for them. The row maximum is subtracted from logits first, before the logarithm of the total: in the
-    other order, the rounding of large logits would show in the result. `found` is what
-    native code has found of the selected rows: then no row is read for it.
+    the whole vocabulary, [r, V], instead. Those of rows that do not ask for them mean nothing: native code writes none
+    for such a row, and if `wants_tops` is false, no row asks. The row maximum is subtracted from logits first, before
+    the logarithm of the total: in the other order, the rounding of large logits would show in the result. `found` is
+    what native code has found of the selected rows: then no row is read for it.
     """
     token_logit = logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]

@@ -37,7 +37,7 @@ class ScoredRows(NamedTuple):
     top_logits: Float[Array, "R k"] | None = None
     """The largest first; None if they were not wanted."""
     top_ids: Int[Array, "R k"] | None = None
-    """Their tokens. Of equal logits the one with the lower id comes first."""
+    """Their tokens. Of equal logits the one with the lower id comes first, where +0.0 is larger than −0.0."""
 
 
 def scored_rows(
@@ -185,7 +185,10 @@ class _Likeliest:
         self._code.loop(0, self._num_tops, clear_one)
 
     def add(self, key: ir.Value, token: ir.Value) -> None:
-        """Emit that a logit with this key is put behind all that are at least as large, and the smallest falls out."""
+        """Emit that a logit with this key is put behind all that are at least as large, and the smallest falls out.
+
+        All k places are walked for each logit that is larger than the smallest.
+        """
         code, build = self._code, self._code.build
 
         def place(index: ir.Value, key: ir.Value, token: ir.Value, is_placed: ir.Value) -> list[ir.Value]:

@@ -41,8 +41,10 @@ class RowLimits(NamedTuple):
     """The limits of truncation of R rows, in the order in which they apply; see `truncation.TruncationLimits`."""
 
     min_p: Float[Array, " R"]
+    """A number that is not above 0, NaN too, keeps all."""
     top_k: Int[Array, " R"]
     top_p: Float[Array, " R"]
+    """A NaN keeps all."""
 
 
 class DrawnRows(NamedTuple):
@@ -109,7 +111,9 @@ def _handler(num_blocks: int, block: int, num_branches: int) -> str:
         logits, block_sums = row_of(code, logits, row, size), row_of(code, block_sums, row, num_blocks)
         room = row_of(code, room, row, _room_size(size))
         weigh = weigher(code, code.load(row_max, row, F32), code.load(scale, row, F32), lanes)
-        limits = code.load(min_p, row, F32), code.load(top_k, row, I32), code.load(top_p, row, F32)
+        # Searches need a threshold whose bits are in the order of numbers: one from 0 on.
+        least = code.maximum(code.load(min_p, row, F32), constant(F32, 0.0))
+        limits = least, code.load(top_k, row, I32), code.load(top_p, row, F32)
 
         def weights_at(token: ir.Value) -> ir.Value:
             return weigh(code.load_vector(logits, token, F32, lanes))

@@ -138,6 +138,18 @@ def test_tokens_are_those_that_xla_draws_down_the_same_tree():
     assert np.array_equal(drawn.token_ids[rows.is_drawn], wanted[rows.is_drawn])
 
 
+@pytest.mark.parametrize("min_p", [-0.0, -1.0, np.nan])
+def test_a_min_p_that_is_not_above_0_keeps_all(min_p):
+    rows = Rows()
+    others = [{"top_k": 40}, {"top_p": 0.9}, {}]
+    results = []
+    for given in (0.0, min_p):
+        rows.limits = [{"top_k": 0, "top_p": 1.0, **others[row % 3], "min_p": given} for row in range(ROWS)]
+        results.append(rows.drawn(list(range(ROWS))))
+    for wanted, found in zip(*results, strict=True):
+        assert np.array_equal(found[rows.is_drawn], wanted[rows.is_drawn])
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_gives_a_token(value):
     """Its request fails, but its token is embedded before that is known."""
@@ -166,12 +178,12 @@ def test_the_largest_logits_come_in_order_and_ties_by_token(num_tops):
     rows.logits[3, :5001], rows.logits[3, 40:80:2], rows.logits[3, 41:81:2] = -1.0, 0.0, -0.0  # Zeros of both signs.
     rows.logits[5, 200] = np.nan  # The row means nothing; its tokens are some.
     found, scored = rows.scored(list(range(ROWS)), num_tops), rows.is_drawn
-    order = np.argsort(-rows.logits, axis=1, kind="stable")[:, :num_tops]
+    # Of equal logits a zero with a sign comes last; the sort is stable.
+    order = np.lexsort((np.signbit(rows.logits), -rows.logits), axis=1)[:, :num_tops]
     wanted = np.take_along_axis(rows.logits, order, axis=1)
     finite = scored & (np.arange(ROWS) != 5)
     assert np.array_equal(found.top_logits[finite], wanted[finite])
-    ordered = finite & (np.arange(ROWS) != 3)  # A zero with a sign counts as the smaller one.
-    assert np.array_equal(found.top_ids[ordered], order[ordered])
+    assert np.array_equal(found.top_ids[finite], order[finite])
     assert ((found.top_ids[5] >= 0) & (found.top_ids[5] < BLOCKS * BLOCK)).all()
 
 
