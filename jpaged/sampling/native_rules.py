@@ -51,7 +51,7 @@ class RuledLogits(NamedTuple):
 
     def raw(self, token_ids: Int[Array, " R"]) -> BlockRows:
         """Return the logits as they were, in place, once `token_ids` are drawn. `logits` may not be read any more."""
-        blocks = restored_rows(self.logits.blocks, self.is_ruled, self.saved, token_ids)
+        blocks = restored_rows(self.logits.blocks, self.is_ruled, self.saved, after=token_ids)
         return BlockRows(blocks, self.raw_maxima, self.raw_has_nan)
 
 

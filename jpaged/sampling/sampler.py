@@ -128,12 +128,12 @@ def sample(
     if mode is SampleMode.SCORED:  # This mode scores the sampled token alone, without the most likely ones.
         settings = replace(settings, max_logprobs=0)
     control_flow, logits, vocab_size = settings.control_flow, block_rows(logits_RV), logits_RV.shape[1]
-    is_ruled, is_finite, undo = _is_ruled(rows, rules, masks), is_finite_row(logits), None
+    is_ruled, is_finite, ruled = _is_ruled(rows, rules, masks), is_finite_row(logits), None
     if settings.applies_rules_natively and (rules is not None or masks is not None):
         from .native_rules import natively_ruled  # Only a trace needs what writes native code.
 
-        undo = natively_ruled(logits, rows, is_ruled, rules, masks, vocab_size=vocab_size)
-        logits, rules, masks, is_ruled = undo.logits, None, None, jnp.zeros_like(is_ruled)
+        ruled = natively_ruled(logits, rows, is_ruled, rules, masks, vocab_size=vocab_size)
+        logits, rules, masks, is_ruled = ruled.logits, None, None, jnp.zeros_like(is_ruled)
     likeliest = _DrawnRows(
         token_ids=_first_maximum(logits, vocab_size),
         is_finite=is_finite_row(logits),
@@ -167,8 +167,8 @@ def sample(
         return SampledRows(token_ids, drawn.is_finite)
     # Processors may have replaced a NaN of the model's; other rules keep it.
     is_finite &= drawn.is_finite
-    if undo is not None and settings.logprobs_mode != "processed_logprobs":
-        batch = replace(batch, logits=undo.raw(token_ids))
+    if ruled is not None and settings.logprobs_mode != "processed_logprobs":
+        batch = replace(batch, logits=ruled.raw(token_ids))
     scores = batch.score_all(token_ids, row_work)
     scores = replace(scores, log_kept_masses=drawn.log_masses if mode is SampleMode.FULL else None)
     return SampledRows(token_ids, is_finite, scores)
@@ -305,7 +305,7 @@ class _Batch:
 
         `likeliest` are the results of rows that are greedy.
         """
-        from ..pallas_kernels.native.row_weights import RowLimits, drawn_rows  # Only a trace needs what writes it.
+        from ..pallas_kernels.native.row_draws import RowLimits, drawn_rows  # Only a trace needs what writes it.
 
         logits, rows, limits = self.logits, self.rows, RowLimits(*self.rows.limits)
         of_rows = ~rows.is_greedy, rows.temperature, limits, self.uniforms
@@ -324,14 +324,14 @@ class _Batch:
 
         `row_work` is each row's RowWork. If native code finds all that whole rows are read for, no batches are needed.
         """
-        found = self._find_natively(token_ids) if self.settings.weighs_natively else None
-        if found is not None and (found.top_logits is not None or self.settings.max_logprobs == 0):
-            return self.score_tokens(slice(None), token_ids, found)
+        native_scores = self._native_scores(token_ids) if self.settings.weighs_natively else None
+        if native_scores is not None and (native_scores.top_logits is not None or self.settings.max_logprobs == 0):
+            return self.score_tokens(slice(None), token_ids, native_scores)
 
         def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
             """Return the scores of all rows with those of the selected rows computed and replaced."""
-            found_rows = jax.tree.map(lambda array: take_rows(array, selection), found)
-            return _with_rows(scores, selection, self.score_tokens(selection, token_ids[selection], found_rows))
+            native_rows = jax.tree.map(lambda array: take_rows(array, selection), native_scores)
+            return _with_rows(scores, selection, self.score_tokens(selection, token_ids[selection], native_rows))
 
         # Only the shapes of the scores are wanted here: nothing is computed.
         shapes = jax.eval_shape(lambda: self.score_tokens(slice(None), token_ids))
@@ -339,7 +339,7 @@ class _Batch:
         is_scored, num_keys = self.rows.score > 0, len(RowWork)
         return self.settings.control_flow.for_row_batches(is_scored, row_work, score, no_scores, num_keys=num_keys)
 
-    def _find_natively(self, token_ids: Int[Array, " R"]) -> ScoredRows:
+    def _native_scores(self, token_ids: Int[Array, " R"]) -> ScoredRows:
         """Return what native code finds of all rows that are scored."""
         from ..pallas_kernels.native.row_scores import MAX_TOPS, scored_rows
 
@@ -360,14 +360,14 @@ class _Batch:
         return jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
 
     def score_tokens(
-        self, selection: RowSelection, token_ids: Int[Array, " r"], found: ScoredRows | None = None
+        self, selection: RowSelection, token_ids: Int[Array, " r"], native_scores: ScoredRows | None = None
     ) -> TokenScores:
         """Return the logprob and rank of one token of each of r selected rows, and the row's most likely tokens.
 
         The latter are left out if the engine's `max_logprobs` is 0, and mean nothing for rows that do not ask. The
         setting `logprobs_mode` chooses the logits: "processed_logprobs" those after rules, temperature and
         truncation, "tempered_logprobs" the model's logits ÷ temperature, "raw_logprobs" the model's logits as they are.
-        Greedy rows are computed with temperature 1. `found` is what native code has found of the selected rows.
+        Greedy rows are computed with temperature 1. `native_scores` are those of the selected rows, of native code.
         """
         params = self.rows.at(selection)
         compute = partial(
@@ -382,7 +382,7 @@ class _Batch:
             ones = jnp.ones_like(params.temperature)  # Processed logits have been divided by the temperature.
             return compute(self._processed(self.ruled_logits(selection), selection), token_ids, ones)
         logits = self.logits._replace(selection=selection)
-        return compute(logits, token_ids, self._score_temperature(params), found=found)
+        return compute(logits, token_ids, self._score_temperature(params), native_scores=native_scores)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]

@@ -84,7 +84,7 @@ def token_scores(
     max_logprobs: int,
     vocab_size: int,
     control_flow: ControlFlow,
-    found: ScoredRows | None = None,
+    native_scores: ScoredRows | None = None,
 ) -> TokenScores:
     """Return the logprob and rank of one token of each selected row, by the log-softmax of logits ÷ temperature.
 
@@ -92,13 +92,13 @@ def token_scores(
     tokens are returned beside it, [r, k] with k = min(max_logprobs, vocab_size): 0 for none, and −1 for the logprobs of
     the whole vocabulary, [r, V], instead. Those of rows that do not ask for them mean nothing: native code writes none
     for such a row, and if `wants_tops` is false, no row asks. The row maximum is subtracted from logits first, before
-    the logarithm of the total: in the other order, the rounding of large logits would show in the result. `found` is
-    what native code has found of the selected rows: then no row is read for it.
+    the logarithm of the total: in the other order, the rounding of large logits would show in the result. With
+    `native_scores`, those that native code has of the selected rows, no row is read for what they hold.
     """
     token_logit = logits_of(logits, token_ids[:, None])
     row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
-    if found is not None:
-        ranks, log_total = 1 + found.num_larger, jnp.log(found.totals)[:, None]
+    if native_scores is not None:
+        ranks, log_total = 1 + native_scores.num_larger, jnp.log(native_scores.totals)[:, None]
     else:
         blocks = take_rows(logits.blocks, logits.selection)
         ranks, log_total, _ = _ranks_and_log_totals(blocks, token_logit, row_max, scale)
@@ -111,8 +111,8 @@ def token_scores(
         return TokenScores(token_logprobs, ranks, all_logprobs=logprobs(logits.values[:, :vocab_size]))
     if max_logprobs == 0:
         return TokenScores(token_logprobs, ranks)
-    if found is not None and found.top_logits is not None:
-        return TokenScores(token_logprobs, ranks, found.top_ids, logprobs(found.top_logits))
+    if native_scores is not None and native_scores.top_logits is not None:
+        return TokenScores(token_logprobs, ranks, native_scores.top_ids, logprobs(native_scores.top_logits))
     num_tops = min(max_logprobs, vocab_size)
 
     def tops() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:

@@ -8,6 +8,7 @@ Letters: R rows, b blocks of B tokens, k most likely tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -17,9 +18,10 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
-from .llvm import F32, I32, I64, Code, constant, lanes_for
+from .llvm import F32, I32, I64, Code, constant
 from .registry import register
-from .row_weights import is_set, prepare_rows, row_of, weigher
+from .row_calls import RowShape, is_set, prepare_rows, row_address
+from .row_weights import weigher
 from .xla_call import handler
 
 MAX_TOPS = 64
@@ -57,96 +59,65 @@ def scored_rows(
     is not asked for means nothing; without `num_tops`, None stands for the largest.
     """
     assert num_tops <= MAX_TOPS, "found one by one"
-    num_rows, num_blocks, block = blocks.shape
+    num_rows, shape = len(blocks), RowShape(*blocks.shape[1:])
     types = [jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in (jnp.float32, jnp.int32)]
     if num_tops:
         types += [jax.ShapeDtypeStruct((num_rows, num_tops), dtype) for dtype in (jnp.float32, jnp.int32)]
-    call = ffi_call(_handler(num_blocks, block, num_tops), types)
+    call = ffi_call(_handler(shape, num_tops), types)
     row_max, scale = jnp.max(maxima, axis=1), 1.0 / temperature
     return ScoredRows(*call(blocks.reshape(num_rows, -1), maxima, row_max, is_scored, wants_tops, scale, token_logits))
 
 
 @cache
-def _handler(num_blocks: int, block: int, num_tops: int) -> str:
-    """Compile the custom call of `scored_rows` for rows of these blocks, and return its name."""
+def _handler(shape: RowShape, num_tops: int) -> str:
+    """Compile the custom call of `scored_rows` for rows of this shape, and return its name."""
 
     def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
         logits, maxima, row_max, is_scored, wants_tops, scale, token_logits, totals, num_larger, *tops = arguments
-        build = code.build
-        logits, maxima = row_of(code, logits, row, num_blocks * block), row_of(code, maxima, row, num_blocks)
-        with build.if_then(is_set(code, is_scored, row)):
+        logits = row_address(code, logits, row, shape.size, F32)
+        with code.build.if_then(is_set(code, is_scored, row)):
             largest, factor, token_logit = (code.load(array, row, F32) for array in (row_max, scale, token_logits))
-            total, count = _emit_totals(code, logits, (num_blocks, block), largest, factor, token_logit)
+            weigh = weigher(code, largest, factor, shape.lanes)
+            total, count = _emit_totals(code, shape, logits, weigh, token_logit)
             code.store(total, totals, row)
             code.store(count, num_larger, row)
         if tops:
-            with build.if_then(is_set(code, wants_tops, row)):
+            with code.build.if_then(is_set(code, wants_tops, row)):
+                maxima = row_address(code, maxima, row, shape.num_blocks, F32)
                 likeliest = _Likeliest(code, num_tops)
-                _emit_search(code, likeliest, logits, maxima, num_blocks, block)
-                likeliest.write(*(row_of(code, array, row, num_tops) for array in tops))
+                likeliest.search(shape, logits=logits, maxima=maxima)
+                top_logits, top_ids = tops
+                likeliest.write(
+                    logits=row_address(code, top_logits, row, num_tops, F32),
+                    ids=row_address(code, top_ids, row, num_tops, I32),
+                )
 
-    name = f"jpaged_scored_rows_{num_blocks}_{block}_{num_tops}_{lanes_for(block)}"
+    name = f"jpaged_scored_rows_{shape.num_blocks}_{shape.block}_{num_tops}_{shape.lanes}"
     return register(name, lambda: handler(name, 7, 4 if num_tops else 2, prepare_rows, body))
 
 
 def _emit_totals(
-    code: Code, logits: ir.Value, shape: tuple[int, int], row_max: ir.Value, scale: ir.Value, token_logit: ir.Value
+    code: Code, shape: RowShape, logits: ir.Value, weigh: Callable[[ir.Value], ir.Value], token_logit: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Emit the sum of a row's weights and the number of its logits above `token_logit`; `shape` is (blocks, tokens)."""
-    (num_blocks, block), build = shape, code.build
-    lanes = lanes_for(block)
+    """Emit the sum of a row's weights, which `weigh` gives, and the number of its logits above `token_logit`."""
+    build, lanes = code.build, shape.lanes
     sum_type, count_type = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
     total_type = ir.VectorType(ir.DoubleType(), lanes)  # A float32 sum over a vocabulary would be off by 1e-6.
-    weigh, token_logit = weigher(code, row_max, scale, lanes), code.broadcast(token_logit, lanes)
+    token_logit = code.broadcast(token_logit, lanes)
 
     def add_block(index: ir.Value, total: ir.Value, count: ir.Value) -> tuple[ir.Value, ir.Value]:
-        first, block_total = build.mul(index, I64(block)), constant(sum_type, 0.0)
-        for offset in range(0, block, lanes):
+        first, block_total = build.mul(index, I64(shape.block)), constant(sum_type, 0.0)
+        for offset in range(0, shape.block, lanes):
             values = code.load_vector(logits, build.add(first, I64(offset)), F32, lanes)
             block_total = build.fadd(block_total, weigh(values))
             is_larger = build.fcmp_ordered(">", values, token_logit)
             count = build.add(count, build.zext(is_larger, count_type))
         return build.fadd(total, build.fpext(block_total, total_type)), count
 
-    total, count = code.loop(0, num_blocks, add_block, carried=[constant(total_type, 0.0), constant(count_type, 0)])
+    total, count = code.loop(
+        0, shape.num_blocks, add_block, carried=[constant(total_type, 0.0), constant(count_type, 0)]
+    )
     return build.fptrunc(code.reduce(total, build.fadd), F32), code.reduce(count, build.add)
-
-
-def _emit_search(
-    code: Code, likeliest: _Likeliest, logits: ir.Value, maxima: ir.Value, num_blocks: int, block: int
-) -> None:
-    """Emit a search for a row's largest logits.
-
-    The k-th largest maximum of blocks comes first: k logits reach it, so that no smaller logit is among the k largest.
-    At most k blocks and those that tie hold larger ones, whatever the order of a row's logits: few blocks are read.
-    """
-    build, lanes = code.build, lanes_for(block)
-
-    def add_maximum(index: ir.Value) -> None:
-        likeliest.add(_keys(code, code.load(maxima, index, F32)), index)
-
-    likeliest.clear()
-    code.loop(0, num_blocks, add_maximum)
-    enough = likeliest.least
-    likeliest.clear()
-
-    def read_vector(token: ir.Value) -> None:
-        keys = _keys(code, code.load_vector(logits, token, F32, lanes))
-        is_candidate = build.icmp_signed(">=", keys, code.broadcast(enough, lanes))
-        is_candidate = build.and_(is_candidate, build.icmp_signed(">", keys, code.broadcast(likeliest.least, lanes)))
-        bits_type = ir.IntType(lanes)
-        with build.if_then(build.icmp_unsigned("!=", build.bitcast(is_candidate, bits_type), bits_type(0))):
-            end = build.add(token, I64(lanes))
-            code.loop(token, end, lambda one: likeliest.add(_keys(code, code.load(logits, one, F32)), one))
-
-    def read_block(index: ir.Value) -> None:
-        key = _keys(code, code.load(maxima, index, F32))
-        is_likely = build.icmp_signed(">=", key, enough)
-        with build.if_then(build.and_(is_likely, build.icmp_signed(">", key, likeliest.least))):
-            first = build.mul(index, I64(block))
-            code.loop(first, build.add(first, I64(block)), read_vector, step=lanes)
-
-    code.loop(0, num_blocks, read_block)
 
 
 def _keys(code: Code, numbers: ir.Value) -> ir.Value:
@@ -201,7 +172,42 @@ class _Likeliest:
         with build.if_then(build.icmp_signed(">", key, self.least)):
             code.loop(0, self._num_tops, place, carried=[key, build.trunc(token, I32), ir.Constant(I1, 0)])
 
-    def write(self, logits: ir.Value, ids: ir.Value) -> None:
+    def search(self, shape: RowShape, *, logits: ir.Value, maxima: ir.Value) -> None:
+        """Emit a search for a row's largest logits; `maxima` are those of its blocks.
+
+        The k-th largest maximum of blocks comes first: k logits reach it, so that no smaller logit is among the k
+        largest. At most k blocks and those that tie hold larger ones, whatever the order of a row's logits: few blocks
+        are read.
+        """
+        code, build, lanes = self._code, self._code.build, shape.lanes
+
+        def add_maximum(index: ir.Value) -> None:
+            self.add(_keys(code, code.load(maxima, index, F32)), index)
+
+        self.clear()
+        code.loop(0, shape.num_blocks, add_maximum)
+        threshold_key = self.least
+        self.clear()
+
+        def read_vector(token: ir.Value) -> None:
+            keys = _keys(code, code.load_vector(logits, token, F32, lanes))
+            is_candidate = build.icmp_signed(">=", keys, code.broadcast(threshold_key, lanes))
+            is_candidate = build.and_(is_candidate, build.icmp_signed(">", keys, code.broadcast(self.least, lanes)))
+            bits_type = ir.IntType(lanes)
+            with build.if_then(build.icmp_unsigned("!=", build.bitcast(is_candidate, bits_type), bits_type(0))):
+                end = build.add(token, I64(lanes))
+                code.loop(token, end, lambda one: self.add(_keys(code, code.load(logits, one, F32)), one))
+
+        def read_block(index: ir.Value) -> None:
+            key = _keys(code, code.load(maxima, index, F32))
+            is_likely = build.icmp_signed(">=", key, threshold_key)
+            with build.if_then(build.and_(is_likely, build.icmp_signed(">", key, self.least))):
+                first = build.mul(index, I64(shape.block))
+                code.loop(first, build.add(first, I64(shape.block)), read_vector, step=lanes)
+
+        code.loop(0, shape.num_blocks, read_block)
+
+    def write(self, *, logits: ir.Value, ids: ir.Value) -> None:
         """Emit that all are written to rows of results."""
         code = self._code
 

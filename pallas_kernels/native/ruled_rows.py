@@ -13,7 +13,7 @@ Letters: R rows, V vocabulary, b blocks of B tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,14 +23,11 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
-from .llvm import F32, I8, I16, I32, I64, Code, constant, lanes_for
+from .llvm import F32, I8, I16, I32, I64, Code, constant
 from .registry import register
-from .xla_call import Call, Work, handler
-
-MIN_PARALLEL_BLOCKS = 1 << 9
-"""Rows of fewer blocks together run on one thread: waking a second would take longer."""
-INFINITY = float("inf")
-I1 = ir.IntType(1)
+from .row_blocks import I1, INFINITY, RowBlocks
+from .row_calls import RowShape, is_set, prepare_rows, row_address
+from .xla_call import handler
 
 
 class RuleBits(NamedTuple):
@@ -110,17 +107,17 @@ def ruled_rows(
 
 
 def restored_rows(
-    blocks: Float[Array, "R b B"], is_ruled: Bool[Array, " R"], saved: SavedBlocks, results: Array
+    blocks: Float[Array, "R b B"], is_ruled: Bool[Array, " R"], saved: SavedBlocks, *, after: Array
 ) -> Float[Array, "R b B"]:
     """Return the blocks that `ruled_rows` was given, from those that it returned, in place.
 
-    `results` are what was computed from the changed blocks. They are not read: XLA waits for them, where it would copy
-    the blocks otherwise.
+    `after` is what was computed from the changed blocks. It is not read: XLA waits for it, where it would copy the
+    blocks otherwise.
     """
-    rows, (_, num_blocks, block) = _whole_rows(blocks), blocks.shape
+    rows, shape = _whole_rows(blocks), RowShape(*blocks.shape[1:])
     row_type = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-    call = ffi_call(_restore_handler(num_blocks, block), row_type, input_output_aliases={0: 0})
-    return call(rows, saved.is_changed, saved.rows, is_ruled, results).reshape(blocks.shape)
+    call = ffi_call(_restore_handler(shape), row_type, input_output_aliases={0: 0})
+    return call(rows, saved.is_changed, saved.rows, is_ruled, after).reshape(blocks.shape)
 
 
 def _whole_rows(blocks: Float[Array, "R b B"]) -> Float[Array, "R bB"]:
@@ -138,6 +135,11 @@ class _Shape(NamedTuple):
     """Entries of bad words and of values of a slot; None without rules."""
     mask_words: int | None
     """Words of a mask; None without masks."""
+
+    @property
+    def row(self) -> RowShape:
+        """The blocks of a row of logits."""
+        return RowShape(-(-self.vocab_size // self.block), self.block)
 
 
 class _RowRules(NamedTuple):
@@ -163,45 +165,30 @@ def _handler(shape: _Shape, bits: RuleBits) -> str:
 
     num_arguments = 4 + len(Rules._fields) * (shape.rule_widths is not None) + (shape.mask_words is not None)
     code_key = hashlib.sha256(repr((shape, bits)).encode()).hexdigest()[:16]
-    name = f"jpaged_ruled_rows_{shape.vocab_size}_{lanes_for(shape.block)}_{code_key}"
-    return register(name, lambda: handler(name, num_arguments, 5, _prepare, body))
+    name = f"jpaged_ruled_rows_{shape.vocab_size}_{shape.row.lanes}_{code_key}"
+    return register(name, lambda: handler(name, num_arguments, 5, prepare_rows, body))
 
 
 @cache
-def _restore_handler(num_blocks: int, block: int) -> str:
+def _restore_handler(shape: RowShape) -> str:
     """Compile the custom call that writes saved blocks back, and return its name. A unit of work is a row."""
 
     def body(code: Code, arguments: list[ir.Value], row: ir.Value) -> None:
         _, is_changed, saved, is_ruled, _, blocks = arguments
-        first_block = code.build.mul(row, I64(num_blocks))
-        # Nothing is told of blocks here, so that the flags stand for it.
-        source, out = (_RowBlocks(code, block, (base, base, is_changed), first_block) for base in (saved, blocks))
+        # Logits alone are copied, so that no maxima are needed.
+        source, out = (
+            RowBlocks(code, shape, row, logits=logits, maxima=logits, flags=is_changed) for logits in (saved, blocks)
+        )
 
         def restore(index: ir.Value) -> None:
             with code.build.if_then(out.has_flag(index)):
                 out.copy_logits(source, index)
 
-        with code.build.if_then(_is_set(code, is_ruled, row)):
-            code.loop(0, num_blocks, restore)
+        with code.build.if_then(is_set(code, is_ruled, row)):
+            code.loop(0, shape.num_blocks, restore)
 
-    name = f"jpaged_restored_rows_{num_blocks}_{block}_{lanes_for(block)}"
-    return register(name, lambda: handler(name, 5, 1, _prepare, body))
-
-
-def _prepare(code: Code, call: Call) -> Work:
-    """Emit code that hands all addresses on, counts the rows, and decides whether they are worth several threads.
-
-    The second argument has a number for each block of each row.
-    """
-    num_rows = call.arguments[1].size(0)
-    num_blocks = code.build.mul(num_rows, call.arguments[1].size(1))
-    is_large = code.build.icmp_signed(">=", num_blocks, I64(MIN_PARALLEL_BLOCKS))
-    return Work([buffer.data for buffer in (*call.arguments, *call.results)], [num_rows], is_large)
-
-
-def _is_set(code: Code, flags: ir.Value, index: ir.Value) -> ir.Value:
-    """Return a flag as an i1."""
-    return code.build.icmp_signed("!=", code.load(flags, index, I8), I8(0))
+    name = f"jpaged_restored_rows_{shape.num_blocks}_{shape.block}_{shape.lanes}"
+    return register(name, lambda: handler(name, 5, 1, prepare_rows, body))
 
 
 def _emit_row(code: Code, shape: _Shape, bits: RuleBits, arguments: Sequence[ir.Value], row: ir.Value) -> None:
@@ -209,21 +196,19 @@ def _emit_row(code: Code, shape: _Shape, bits: RuleBits, arguments: Sequence[ir.
 
     The blocks are the first argument and the first result, in place.
     """
-    build, num_blocks = code.build, -(-shape.vocab_size // shape.block)
     blocks, maxima, has_nan, is_ruled, *optional = arguments[:-5]
     _, *results = arguments[-5:]
-    first_block = build.mul(row, I64(num_blocks))
     new_maxima, new_has_nan, saved, is_changed = results
-    source = _RowBlocks(code, shape.block, (blocks, maxima, has_nan), first_block)
-    out = _RowBlocks(code, shape.block, (blocks, new_maxima, new_has_nan), first_block)
-    before = _RowBlocks(code, shape.block, (saved, maxima, is_changed), first_block)
-    code.loop(0, num_blocks, lambda index: out.copy_summary(source, index))
-    with build.if_then(_is_set(code, is_ruled, row)):
+    source = RowBlocks(code, shape.row, row, logits=blocks, maxima=maxima, flags=has_nan)
+    out = RowBlocks(code, shape.row, row, logits=blocks, maxima=new_maxima, flags=new_has_nan)
+    before = RowBlocks(code, shape.row, row, logits=saved, maxima=maxima, flags=is_changed)
+    code.loop(0, shape.row.num_blocks, lambda index: out.copy_summary(source, index))
+    with code.build.if_then(is_set(code, is_ruled, row)):
         rules = _row_rules(code, shape, bits, optional, row) if shape.rule_widths is not None else None
         mask = None
         if shape.mask_words is not None:
-            mask = _bytes_at(code, optional[-1], build.mul(row, I64(shape.mask_words)), I32)
-        _emit_ruled(code, shape, bits, out, before, rules, mask)
+            mask = row_address(code, optional[-1], row, shape.mask_words, I32)
+        _emit_ruled(code, shape, bits, logits=out, saved=before, rules=rules, mask=mask)
 
 
 def _row_rules(code: Code, shape: _Shape, bits: RuleBits, arrays: Sequence[ir.Value], row: ir.Value) -> _RowRules:
@@ -231,14 +216,13 @@ def _row_rules(code: Code, shape: _Shape, bits: RuleBits, arrays: Sequence[ir.Va
     build, (num_words, num_values) = code.build, shape.rule_widths or (0, 0)
     tokens, bias, touched, words, values, slots, output_index = arrays[:7]
     slot = code.load_index(slots, row)
-    first_token = build.mul(slot, I64(shape.vocab_size))
-    slot_values = _bytes_at(code, values, build.mul(slot, I64(num_values)), F32)
+    slot_values = row_address(code, values, slot, num_values, F32)
     num_drawn = build.sitofp(code.load(output_index, row, I32), F32)
     return _RowRules(
-        _bytes_at(code, tokens, first_token, I32),
-        _bytes_at(code, bias, first_token, F32),
-        _bytes_at(code, touched, build.mul(slot, I64(-(-shape.vocab_size // shape.block))), I32),
-        _bytes_at(code, words, build.mul(slot, I64(num_words)), I32),
+        row_address(code, tokens, slot, shape.vocab_size, I32),
+        row_address(code, bias, slot, shape.vocab_size, F32),
+        row_address(code, touched, slot, shape.row.num_blocks, I32),
+        row_address(code, words, slot, num_words, I32),
         build.fcmp_ordered("<", num_drawn, code.load(slot_values, bits.min_tokens, F32)),
         *(
             code.load(slot_values, column, F32)
@@ -247,17 +231,13 @@ def _row_rules(code: Code, shape: _Shape, bits: RuleBits, arrays: Sequence[ir.Va
     )
 
 
-def _bytes_at(code: Code, base: ir.Value, offset: ir.Value, element_type: ir.Type) -> ir.Value:
-    """Return the address of the element at `offset` as a byte pointer."""
-    return code.build.bitcast(code.at(base, offset, element_type), base.type)
-
-
 def _emit_ruled(
     code: Code,
     shape: _Shape,
     bits: RuleBits,
-    logits: _RowBlocks,
-    saved: _RowBlocks,
+    *,
+    logits: RowBlocks,
+    saved: RowBlocks,
     rules: _RowRules | None,
     mask: ir.Value | None,
 ) -> None:
@@ -338,9 +318,7 @@ def _mask_bias(code: Code, mask: ir.Value, token: ir.Value, lanes: int) -> ir.Va
     return build.select(is_allowed, constant(vector_type, 0.0), constant(vector_type, -INFINITY))
 
 
-def _emit_bans(
-    code: Code, bits: RuleBits, words: ir.Value, shape: _Shape, logits: _RowBlocks, saved: _RowBlocks
-) -> None:
+def _emit_bans(code: Code, bits: RuleBits, words: ir.Value, shape: _Shape, logits: RowBlocks, saved: RowBlocks) -> None:
     """Emit code that adds −inf to each token that would complete a bad word, and looks through its block again.
 
     An entry of `words` is a token of a word. The next token would complete one if it is the word's last entry, and
@@ -369,77 +347,3 @@ def _emit_bans(
 
     # Nothing is matched in front of the first entry.
     code.loop(0, num_words, ban, carried=[I32(0)])
-
-
-class _RowBlocks:
-    """A row's logits in memory, with what is told of each of its blocks."""
-
-    def __init__(self, code: Code, block: int, arrays: Sequence[ir.Value], first_block: ir.Value) -> None:
-        """`arrays` are the addresses of all logits, and of the maximum and a flag of each block; `first_block` is the
-        row's first block in them.
-        """
-        self._code, self._block, self.lanes = code, block, lanes_for(block)
-        logits, maxima, flags = arrays
-        self._logits = _bytes_at(code, logits, code.build.mul(first_block, I64(block)), F32)
-        self._maxima = _bytes_at(code, maxima, first_block, F32)
-        self._flags = _bytes_at(code, flags, first_block, I8)
-
-    def load(self, token: ir.Value, lanes: int) -> ir.Value:
-        """Load a vector of logits from `token` on."""
-        return self._code.load_vector(self._logits, token, F32, lanes)
-
-    def store(self, values: ir.Value, token: ir.Value) -> None:
-        """Store a vector of logits from `token` on."""
-        self._code.store_vector(values, self._logits, token)
-
-    def write(self, index: ir.Value, vector_from: Callable[[ir.Value], ir.Value]) -> None:
-        """Emit a block whose vectors `vector_from(first token)` computes, and what is told of it."""
-
-        def write_vector(token: ir.Value) -> ir.Value:
-            values = vector_from(token)
-            self.store(values, token)
-            return values
-
-        self._summarize(index, write_vector)
-
-    def summarize(self, index: ir.Value) -> None:
-        """Emit what is told of a block that was written."""
-        self._summarize(index, lambda token: self.load(token, self.lanes))
-
-    def copy_logits(self, source: _RowBlocks, index: ir.Value) -> None:
-        """Emit a copy of a block's logits."""
-        for token in self._vectors_of(index):
-            self.store(source.load(token, self.lanes), token)
-
-    def copy_summary(self, source: _RowBlocks, index: ir.Value) -> None:
-        """Emit a copy of what is told of a block."""
-        self._code.store(self._code.load(source._maxima, index, F32), self._maxima, index)
-        self._code.store(self._code.load(source._flags, index, I8), self._flags, index)
-
-    def set_flag(self, flag: ir.Value, index: ir.Value) -> None:
-        """Emit a block's flag; see `has_flag`."""
-        self._code.store(self._code.build.zext(flag, I8), self._flags, index)
-
-    def has_flag(self, index: ir.Value) -> ir.Value:
-        """Return a block's flag: whether it holds a NaN, or in saved blocks whether it was changed."""
-        return _is_set(self._code, self._flags, index)
-
-    def _vectors_of(self, index: ir.Value) -> Iterator[ir.Value]:
-        """Yield the first token of each vector of a block."""
-        first_token = self._code.build.mul(index, I64(self._block))
-        for offset in range(0, self._block, self.lanes):
-            yield self._code.build.add(first_token, I64(offset))
-
-    def _summarize(self, index: ir.Value, vector_from: Callable[[ir.Value], ir.Value]) -> None:
-        """Emit the maximum of a block's vectors, NaNs aside, and whether they hold a NaN."""
-        code, build = self._code, self._code.build
-        maximum, is_nan = (
-            constant(ir.VectorType(F32, self.lanes), -INFINITY),
-            constant(ir.VectorType(I1, self.lanes), 0),
-        )
-        for token in self._vectors_of(index):
-            values = vector_from(token)
-            maximum = code.maximum(values, maximum)
-            is_nan = build.or_(is_nan, build.fcmp_unordered("uno", values, values))
-        code.store(code.reduce(maximum, code.maximum), self._maxima, index)
-        code.store(build.zext(code.reduce(is_nan, build.or_), I8), self._flags, index)

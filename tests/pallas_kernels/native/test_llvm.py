@@ -19,8 +19,8 @@ from jpaged.pallas_kernels.native import (
     norms,
     processor,
     registry,
+    row_draws,
     row_scores,
-    row_weights,
     ruled_rows,
     xla_call,
 )
@@ -35,6 +35,7 @@ from jpaged.pallas_kernels.native.products.parts import PartMultiplier
 from jpaged.pallas_kernels.native.products.stages import HeadShape, Stage
 from jpaged.pallas_kernels.native.products.tiles import TileMultiplier
 from jpaged.pallas_kernels.native.products.vectors import VectorMultiplier
+from jpaged.pallas_kernels.native.row_calls import RowShape
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.shape import Shape
 
@@ -269,7 +270,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
             texts[name] = str(build())
         return name
 
-    for module in (xla_call, chain, norms, row_scores, row_weights, ruled_rows, attention, pages):
+    for module in (xla_call, chain, norms, row_draws, row_scores, ruled_rows, attention, pages):
         monkeypatch.setattr(module, "register", written)
     monkeypatch.setattr(registry, "link", written)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
@@ -311,9 +312,9 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     norms._handler.__wrapped__(100, norms.NormKind(1e-5, is_centered=False))
     bits = ruled_rows.RuleBits(*(1 << bit for bit in range(7)), *range(4))
     ruled_rows._handler.__wrapped__(ruled_rows._Shape(203, 128, rule_widths=(8, 4), mask_words=7), bits)
-    ruled_rows._restore_handler.__wrapped__(2, 128)
-    row_weights._handler.__wrapped__(2, 128, 16)
-    row_scores._handler.__wrapped__(2, 128, 3)
+    ruled_rows._restore_handler.__wrapped__(RowShape(2, 128))
+    row_draws._handler.__wrapped__(RowShape(2, 128), 16)
+    row_scores._handler.__wrapped__(RowShape(2, 128), 3)
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple(f"{architecture}-unknown-linux-gnu")

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.native import llvm, processor, row_scores, row_weights
+from jpaged.pallas_kernels.native import llvm, processor, row_draws, row_scores
+from jpaged.pallas_kernels.native.row_draws import DrawnRows, RowLimits, drawn_rows
 from jpaged.pallas_kernels.native.row_scores import ScoredRows, scored_rows
-from jpaged.pallas_kernels.native.row_weights import DrawnRows, RowLimits, drawn_rows
 from jpaged.sampling.drawing import NUM_BRANCHES, draw_tokens, num_draw_levels
 from jpaged.sampling.top_blocks import block_rows
 from jpaged.sampling.truncation import KeptTokens
@@ -82,10 +82,10 @@ def _lanes(request, monkeypatch):
     if request.param == 16 and not processor.host_has_avx512():
         pytest.skip("this processor has no vectors of sixteen lanes")
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: request.param == 16)
-    for handler in (row_weights._handler, row_scores._handler):
+    for handler in (row_draws._handler, row_scores._handler):
         handler.cache_clear()
     yield
-    for handler in (row_weights._handler, row_scores._handler):
+    for handler in (row_draws._handler, row_scores._handler):
         handler.cache_clear()
 
 
