@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ def plan(lowering):
     plan = CompilePlan({key: lowering.program(key) for key in "abc"})
     yield plan
     plan.close()
+    plan.pauses.end_requests()  # The thread behind is free for the next test, also if this one has failed.
 
 
 def wait_for(condition):
@@ -152,6 +154,27 @@ def test_keys_behind_wait_for_one_that_a_request_waits_for(plan, lowering, monke
     assert begun == ["a", "c"]
     assert is_asked_once
     assert lowering.begun == ["a", "c", "b", "d"]
+
+
+def test_pauses_are_told_how_long_each_program_took(plan, monkeypatch):
+    """However it was asked for, and also if it failed."""
+    now_s, noted = [0.0], []
+
+    def lower(work_s, failure=None):
+        now_s[0] += work_s
+        if failure:
+            raise failure
+        return jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+
+    monkeypatch.setattr(compile_plan, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(plan.pauses, "note_work", noted.append)
+    plan.programs = {"a": partial(lower, 3.0), "b": partial(lower, 2.0), "c": partial(lower, 5.0, ValueError("no"))}
+    plan.get("a")
+    plan.start_behind("b")
+    plan.wait()
+    with pytest.raises(ValueError, match="no"):
+        plan.get("c")
+    assert noted == [3.0, 2.0, 5.0]
 
 
 def test_a_failed_compilation_that_was_asked_for_holds_nothing(plan, monkeypatch):

@@ -118,6 +118,23 @@ def test_programs_behind_are_held_while_requests_run_but_for_one_that_another_re
     wait_for(lambda: {("forward", 128), SET_RULES_KEY} <= ready(plan))
 
 
+def test_pauses_are_told_of_the_first_request_that_enters_and_of_the_last_that_leaves(
+    plan: CompilePlan, gate: ProgramGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    for name in "begin_requests", "end_requests":
+        monkeypatch.setattr(plan.pauses, name, lambda name=name: told.append(name))
+    one, other = request(), request(has_grammar=True)
+    for _ in range(2):
+        gate.enter(one)
+        assert told.pop() == "begin_requests"
+        gate.enter(other)
+        gate.leave(one)
+        assert told == []
+        gate.leave(other)
+        assert told.pop() == "end_requests"
+
+
 def test_a_request_waits_for_a_sampler_that_draws_its_rows_beside_those_that_run(
     plan: CompilePlan, gate: ProgramGate
 ) -> None:
