@@ -135,6 +135,14 @@ def test_keys_behind_wait_while_requests_run_but_for_one_that_is_asked_for(plan,
     assert lowering.begun == ["b", "a", "c"]
 
 
+def test_the_key_that_is_held_now_is_compiled_once_it_is_asked_for(plan, lowering):
+    plan.pauses.note_work(1e6)
+    plan.pauses.begin_requests()
+    plan.start_behind("a")
+    wait_for(lambda: plan.is_held)
+    assert plan.ask("a").result(30)(jnp.zeros(3)).tolist() == [1, 1, 1]
+
+
 def test_keys_behind_wait_for_one_that_a_request_waits_for(plan, lowering, monkeypatch):
     """The request does not run yet. The first key had begun before; for the others a pause would have come at once."""
     monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
