@@ -51,6 +51,18 @@ class Code:
             address.align = CACHE_LINE
             return self.build.bitcast(address, POINTER)
 
+    @contextlib.contextmanager
+    def borrowed(self, element_type: ir.Type, count: int) -> Iterator[ir.Value]:
+        """Give the code emitted within `count` elements on the heap, aligned to a cache line: for more than a stack
+        holds.
+        """
+        build, module = self.build, self.build.module
+        num_bytes = I64(count * SIZES[element_type] + CACHE_LINE - 1)
+        memory = build.call(declare(module, "malloc", POINTER, I64), [num_bytes])
+        end_of_line = build.add(build.ptrtoint(memory, I64), I64(CACHE_LINE - 1))
+        yield build.inttoptr(build.and_(end_of_line, I64(-CACHE_LINE)), POINTER)
+        build.call(declare(module, "free", ir.VoidType(), POINTER), [memory])
+
     def at(self, base: ir.Value, offset: ir.Value | int, element_type: ir.Type) -> ir.Value:
         """Return the address of the element at `offset`, as a pointer to its type."""
         offset = I64(offset) if isinstance(offset, int) else offset

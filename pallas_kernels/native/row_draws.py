@@ -76,13 +76,11 @@ def drawn_rows(
             ((), jnp.float32),
             ((), jnp.float32),
             ((shape.num_blocks,), jnp.float32),
-            ((room_size(shape),), jnp.float32),
         )
     ]
     call = ffi_call(_handler(shape, num_branches), types)
     rows = blocks.reshape(num_rows, -1)
-    *drawn, _ = call(rows, row_max, is_drawn, 1.0 / temperature, *limits, uniforms_RL)
-    return DrawnRows(*drawn)
+    return DrawnRows(*call(rows, row_max, is_drawn, 1.0 / temperature, *limits, uniforms_RL))
 
 
 class _Buffers(NamedTuple):
@@ -100,8 +98,6 @@ class _Buffers(NamedTuple):
     threshold: ir.Value
     totals: ir.Value
     block_sums: ir.Value
-    room: ir.Value
-    """Where a row's weights are stored if its threshold is searched."""
 
 
 @cache
@@ -114,7 +110,7 @@ def _handler(shape: RowShape, num_branches: int) -> str:
             _emit_row(code, shape, num_branches, buffers, row)
 
     name = f"jpaged_drawn_rows_{shape.num_blocks}_{shape.block}_{num_branches}_{shape.lanes}"
-    return register(name, lambda: handler(name, 8, 5, prepare_rows, body))
+    return register(name, lambda: handler(name, 8, 4, prepare_rows, body))
 
 
 def _emit_row(code: Code, shape: RowShape, num_branches: int, buffers: _Buffers, row: ir.Value) -> None:
@@ -122,31 +118,34 @@ def _emit_row(code: Code, shape: RowShape, num_branches: int, buffers: _Buffers,
     build = code.build
     logits = row_address(code, buffers.logits, row, shape.size, F32)
     block_sums = row_address(code, buffers.block_sums, row, shape.num_blocks, F32)
-    room = row_address(code, buffers.room, row, room_size(shape), F32)
     row_max, scale = (code.load(array, row, F32) for array in (buffers.row_max, buffers.scale))
     weigh, limits = weigher(code, row_max, scale, shape.lanes), _limits(code, buffers, row)
 
     def weights_at(token: ir.Value) -> ir.Value:
         return weigh(code.load_vector(logits, token, F32, shape.lanes))
 
-    def newly_stored_at(token: ir.Value) -> ir.Value:
-        """Return weights that are written to the room, too, where thresholds are searched."""
-        weights = weights_at(token)
-        code.store_vector(weights, room, token)
-        return weights
+    def search(room: ir.Value) -> None:
+        """Emit the search of the threshold; a row's weights are stored in the room for it."""
 
-    def stored_at(token: ir.Value) -> ir.Value:
-        return code.load_vector(room, token, F32, shape.lanes)
+        def newly_stored_at(token: ir.Value) -> ir.Value:
+            weights = weights_at(token)
+            code.store_vector(weights, room, token)
+            return weights
+
+        def stored_at(token: ir.Value) -> ir.Value:
+            return code.load_vector(room, token, F32, shape.lanes)
+
+        total = sum_blocks(code, shape, newly_stored_at, threshold=limits.min_p, block_sums=block_sums)
+        code.store(total, buffers.totals, row)
+        threshold = truncation_threshold(code, shape, room, limits)
+        code.store(threshold, buffers.threshold, row)
+        sum_blocks(code, shape, stored_at, threshold=threshold, block_sums=block_sums)
 
     code.store(limits.min_p, buffers.threshold, row)
     needs_search = build.or_(limits.is_top_k_set(code, shape), limits.is_top_p_set(code))
     with build.if_else(needs_search) as (then, otherwise):
-        with then:
-            total = sum_blocks(code, shape, newly_stored_at, threshold=limits.min_p, block_sums=block_sums)
-            code.store(total, buffers.totals, row)
-            threshold = truncation_threshold(code, shape, room, limits)
-            code.store(threshold, buffers.threshold, row)
-            sum_blocks(code, shape, stored_at, threshold=threshold, block_sums=block_sums)
+        with then, code.borrowed(F32, room_size(shape)) as room:
+            search(room)
         with otherwise:
             total = sum_blocks(code, shape, weights_at, threshold=limits.min_p, block_sums=block_sums)
             code.store(total, buffers.totals, row)

@@ -187,6 +187,19 @@ def test_the_largest_logits_come_in_order_and_ties_by_token(num_tops):
     assert ((found.top_ids[5] >= 0) & (found.top_ids[5] < BLOCKS * BLOCK)).all()
 
 
+def test_a_program_has_no_room_for_the_weights_of_all_rows():
+    rows = Rows()
+    blocks = jnp.asarray(rows.logits.reshape(-1, BLOCKS, BLOCK))
+    limits = RowLimits(jnp.zeros(ROWS), jnp.full(ROWS, 40, jnp.int32), jnp.full(ROWS, 0.9))
+
+    def draw(blocks: jax.Array) -> DrawnRows:
+        given = blocks.max(axis=(1, 2)), jnp.asarray(rows.is_drawn), jnp.asarray(rows.temperature), limits
+        return drawn_rows(blocks, *given, jnp.asarray(rows.uniforms), num_branches=NUM_BRANCHES)
+
+    analysis = jax.jit(draw).lower(blocks).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < blocks[0].nbytes
+
+
 def test_a_row_has_the_same_results_in_any_company():
     rows = Rows()
     together, scores = rows.drawn(list(range(ROWS))), rows.scored(list(range(ROWS)))
