@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .sampling.sampling_params import OWN_SCORE, BeamSearchParams, SamplingParams, ScoreKind
+from .sampling.sampling_params import OWN_SCORE, RequestParams, ScoreKind
+
+if TYPE_CHECKING:
+    from .sampling.sampling_params import BeamSearchParams, SamplingParams
+
+    Params = SamplingParams | BeamSearchParams
+else:  # Decoders of messages know no union of dataclasses: `codec`.
+    Params = RequestParams
 
 INT32_BYTES = 4
 """Bytes of a token id where a message packs them."""
-
-Params = SamplingParams | BeamSearchParams
 
 
 class ResultForm(enum.Enum):

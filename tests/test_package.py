@@ -60,6 +60,7 @@ LAYERS = {
         ("scheduling",),
         ("kv_cache",),
         ("request",),
+        ("codec",),
         ("config", "messages", "outputs"),
         ("sampling",),
         ("structured_outputs",),
@@ -88,7 +89,7 @@ LAYERS = {
 # No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
 HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
-FRONT = ("config", "intake", "messages", "outputs", "serving", "text")
+FRONT = ("codec", "config", "intake", "messages", "outputs", "serving", "text")
 """Parts that a process without a device can run: they check what callers give, and make text of tokens."""
 
 

@@ -62,9 +62,13 @@ def _early_stopping(value: Any) -> bool | str:
     return value
 
 
+class RequestParams:
+    """Base of the parameters that a request may have: SamplingParams, BeamSearchParams."""
+
+
 @described
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError):
+class SamplingParams(CheckedFields, RequestParams, kind="parameter", error=InvalidRequestError):
     """How one request is sampled. Raises InvalidRequestError naming the field, the value and what is allowed.
 
     Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, the engine's
@@ -243,7 +247,7 @@ class SamplingParams(CheckedFields, kind="parameter", error=InvalidRequestError)
 
 @described
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestError):
+class BeamSearchParams(CheckedFields, RequestParams, kind="parameter", error=InvalidRequestError):
     """How one request is searched. Raises InvalidRequestError naming the field, the value and what is allowed.
 
     The `beam_width` best continuations go on together. The outputs are the best ones that have ended, best first, by

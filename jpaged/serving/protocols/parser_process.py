@@ -17,17 +17,17 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import msgspec
 import tokenizers
 
-from ...checks import INT64, one_line
+from ... import codec
+from ...checks import one_line
+from ...codec import PackedRequests
 from ...config.engine_config import EngineConfig
 from ...intake.request_builder import RequestBuilder
-from ...messages import AnswerSpec, NewRequest, ResultForm
 from ...sampling.logit_rules_spec import LogitRulesSpec
-from ...sampling.sampling_params import BeamSearchParams, SamplingParams
 from ...startup.import_path import import_path
 from ...step.step_sizes import StepSizes
 from ...text.grammar.grammar import Grammars
@@ -83,11 +83,18 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
 class _Request(msgspec.Struct, frozen=True):
     """A GenerationRequest in which nothing long stands once for each prompt."""
 
-    fields: dict[str, Any]
-    """Its fields. In each new request `grammar` is an index of `grammars`, and `params` is None."""
-    params: dict[str, Any]
-    """The parameters that all new requests share."""
-    grammars: list[str]
+    request: GenerationRequest
+    """Without its new requests."""
+    new_requests: PackedRequests
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> Self:
+        """Return the request in this form."""
+        return cls(replace(request, new_requests=()), PackedRequests.of(request.new_requests))
+
+    def unpacked(self) -> GenerationRequest:
+        """Return the request as it was."""
+        return replace(self.request, new_requests=self.new_requests.unpacked())
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -113,7 +120,7 @@ class ParserProcess:
 
     def __init__(self, parser: RequestParser):
         """Prepare a process that parses as `parser` does; takes up to half a second for a large vocabulary."""
-        self._setup = msgspec.msgpack.encode(_setup_of(parser))
+        self._setup = codec.encode(_setup_of(parser))
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         """Held while `_body` changes, and while the process is killed because of that."""
@@ -134,7 +141,7 @@ class ParserProcess:
                 raise EOFError("the body was given up")
             _send(process.stdin, method.encode())
             _send(process.stdin, body)
-            reply = msgspec.msgpack.decode(_receive(process.stdout, MAX_REPLY_BYTES), type=_Reply)
+            reply = codec.decode(_receive(process.stdout, MAX_REPLY_BYTES), _Reply)
         except Exception as error:  # The pipes may still hold parts of this body and of its reply.
             is_wanted, status = self._body is not None, self._end()
             if is_wanted:
@@ -147,7 +154,7 @@ class ParserProcess:
             raise HTTPError(
                 failure.status, failure.message, param=failure.param, code=failure.code, headers=failure.headers
             )
-        return reply.response if reply.request is None else _decoded(reply.request)
+        return reply.response if reply.request is None else reply.request.unpacked()
 
     def abandon(self, body: bytearray) -> None:
         """Give a body up: kill the process if it parses this one. Any thread may call."""
@@ -246,42 +253,6 @@ def _parser_of(setup: _Setup) -> RequestParser:
     return RequestParser(builder, setup.names, is_strict=setup.is_strict)
 
 
-def _encoded(request: GenerationRequest) -> _Request:
-    """Return a request in the form in which it is sent."""
-    grammars = list(dict.fromkeys(one.grammar for one in request.new_requests))
-    new_requests = tuple(
-        msgspec.structs.replace(one, params=None, grammar=grammars.index(one.grammar)) for one in request.new_requests
-    )
-    fields = msgspec.to_builtins(replace(request, new_requests=new_requests), builtin_types=(bytes,))
-    params = msgspec.to_builtins(request.new_requests[0].params)
-    if "top_k" in params:  # A larger one keeps all tokens too, and msgpack has no larger integers.
-        params["top_k"] = min(params["top_k"], INT64[1])
-    return _Request(fields, params, grammars)
-
-
-def _decoded(sent: _Request) -> GenerationRequest:
-    """Return the request that was sent."""
-    params = (BeamSearchParams if "beam_width" in sent.params else SamplingParams)(**sent.params)
-    new_requests = tuple(
-        NewRequest(
-            **{
-                **fields,
-                "params": params,
-                "grammar": sent.grammars[fields["grammar"]],
-                "stop_ids": frozenset(fields["stop_ids"]),
-                "mark_ids": frozenset(fields["mark_ids"]),
-                "answer": msgspec.convert(fields["answer"], AnswerSpec | None),
-                "unenforced": tuple(fields["unenforced"]),
-                "bad_words": tuple(map(tuple, fields["bad_words"])),
-                "form": ResultForm(fields["form"]),
-            }
-        )
-        for fields in sent.fields["new_requests"]
-    )
-    warnings = tuple(sent.fields["warnings"])
-    return GenerationRequest(**{**sent.fields, "new_requests": new_requests, "warnings": warnings})
-
-
 def _send(pipe: IO[bytes] | None, message: bytes | bytearray) -> None:
     """Write a message to an unbuffered pipe. Afterwards nothing refers to the message, also if this has failed."""
     assert pipe is not None
@@ -322,7 +293,7 @@ def main() -> None:
     with open(0, "rb", buffering=0) as requests, open(os.dup(1), "wb", buffering=0) as replies:
         os.dup2(2, 1)  # What libraries print goes to the log.
         try:
-            parser = _parser_of(msgspec.msgpack.decode(_receive(requests), type=_Setup))
+            parser = _parser_of(codec.decode(_receive(requests), _Setup))
             while True:
                 method = _receive(requests).decode()
                 _send(replies, _reply(parser, method, _receive(requests)))
@@ -342,12 +313,11 @@ def _reply(parser: RequestParser, method: str, body: bytearray) -> bytes:
     try:
         found = METHODS[method](parser, body)
         is_request = isinstance(found, GenerationRequest)
-        reply = _Reply(request=_encoded(found)) if is_request else _Reply(response=found)
-        return msgspec.msgpack.encode(reply)
+        return codec.encode(_Reply(request=_Request.of(found)) if is_request else _Reply(response=found))
     except Exception as error:
         failure = http_error(error)
         told = _Failure(failure.status, failure.message, failure.param, failure.code, failure.headers)
-        return msgspec.msgpack.encode(_Reply(failure=told))
+        return codec.encode(_Reply(failure=told))
 
 
 if __name__ == "__main__":

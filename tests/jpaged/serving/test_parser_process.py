@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import tokenizers
 
-from jpaged import Engine
+from jpaged import Engine, codec
 from jpaged.errors import InvalidRequestError
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.serving.http.body_parser import LONG_BODY_BYTES
 from jpaged.serving.protocols.completions.parser import parse_completion
 from jpaged.serving.protocols.generation_request import GenerationRequest
 from jpaged.serving.protocols.http_errors import HTTPError, http_error
-from jpaged.serving.protocols.parser_process import ParserProcess, _encoded, _parser_of, _Setup, _setup_of
+from jpaged.serving.protocols.parser_process import ParserProcess, _parser_of, _Request, _Setup, _setup_of
 from jpaged.serving.protocols.request_parser import RequestParser
 from jpaged.serving.protocols.table import METHODS
 from jpaged.text.tokenizing.tokenizer import Tokenizer, load_tokenizer
@@ -176,7 +176,7 @@ def test_a_number_of_any_size_is_taken_as_the_server_takes_it(process: ParserPro
 def test_the_process_is_told_once_what_all_prompts_share(parser: RequestParser, process: ParserProcess):
     schema = {**SCHEMA, "description": "x" * 20_000}
     body = as_body({"prompt": ["Hi"] * 500, "structured_outputs": {"json": schema}})
-    encoded = msgspec.msgpack.encode(_encoded(parse_completion(parser, body)))
+    encoded = codec.encode(_Request.of(parse_completion(parser, body)))
     assert len(encoded) < 500_000
     assert timeless(process.run("parse_completion", body)) == timeless(parse_completion(parser, body))
 
@@ -244,7 +244,7 @@ def test_what_a_models_files_say_of_its_answers_reaches_the_process(engine: Engi
     builder = RequestBuilder(
         engine.builder.config, replace(engine.builder.encoder, tokenizer=own), engine.builder.sizes, {}
     )
-    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(_setup_of(RequestParser(builder, ("a",)))), type=_Setup)
+    setup = codec.decode(codec.encode(_setup_of(RequestParser(builder, ("a",)))), _Setup)
     found = _parser_of(setup).builder.encoder
     assert found.answer_format == builder.encoder.answer_format
     assert found.answer_format is not None
@@ -263,7 +263,7 @@ def test_a_tokenizer_of_sentencepiece_reaches_the_process(engine: Engine, tmp_pa
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     encoder = replace(builder.encoder, tokenizer=load_tokenizer(tmp_path))
     parser = RequestParser(RequestBuilder(builder.config, encoder, builder.sizes, {}), ("a",))
-    setup = msgspec.msgpack.decode(msgspec.msgpack.encode(_setup_of(parser)), type=_Setup)
+    setup = codec.decode(codec.encode(_setup_of(parser)), _Setup)
     body = as_body({"prompt": "to be</s>", "min_tokens": 1, "structured_outputs": {"choice": ["to"]}})
     found = timeless(parse_completion(_parser_of(setup), body))
     assert found == timeless(parse_completion(parser, body))
