@@ -94,6 +94,8 @@ class CompilePlan:
         self.num_ended = 0
         """Programs whose compilation has ended, also by an error: they are ready, or among the failures."""
         self._futures: dict[Key, Future[Executable]] = {}
+        self._unended: list[Future[Executable]] = []
+        """Futures of `_futures` that were not done when `_forget_ended` looked last: each step asks for them."""
         self._ready: dict[Key, Executable] = {}
         """Executables that are there. A future of `start_behind` is done a moment later."""
         self.failures: dict[Key, Exception] = {}
@@ -154,9 +156,9 @@ class CompilePlan:
     def progress(self) -> tuple[int, int]:
         """Return how many of the programs that were asked for have ended, also by an error, and how many there are."""
         with self._lock:
+            self._forget_ended()
             num_deferred = sum(key not in self._futures for key in self._deferred)
-            num_done = sum(future.done() for future in self._futures.values())
-            return num_done, len(self._futures) + num_deferred
+            return len(self._futures) - len(self._unended), len(self._futures) + num_deferred
 
     @property
     def is_held(self) -> bool:
@@ -175,7 +177,18 @@ class CompilePlan:
         After `close`, whether a compilation that had begun has not ended.
         """
         with self._lock:
-            return bool(self._deferred) or not all(future.done() for future in (*self._futures.values(), *self._begun))
+            self._forget_ended()
+            return bool(self._deferred or self._unended) or not all(future.done() for future in self._begun)
+
+    def _forget_ended(self) -> None:
+        """Leave only futures in `_unended` that are not done. The caller holds the lock."""
+        self._unended = [future for future in self._unended if not future.done()]
+
+    def _keep(self, key: Key, future: Future[Executable]) -> Future[Executable]:
+        """Note the future of a key that is compiled from now on, and return it. The caller holds the lock."""
+        self._futures[key] = future
+        self._unended.append(future)
+        return future
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Start compiling these keys in the background, in this order, and return at once.
@@ -190,7 +203,7 @@ class CompilePlan:
             keys = list(dict.fromkeys(keys))  # Equal keys count once; their order stays.
             new_keys = self._new_keys(keys)
             for key in new_keys:
-                self._futures[key] = self._compilers.submit(self._compile, key)
+                self._keep(key, self._compilers.submit(self._compile, key))
             if progress is None or not new_keys:
                 return
             progress(0, len(keys))
@@ -207,7 +220,7 @@ class CompilePlan:
         with self._lock:
             self._check_open()
             for key in self._new_keys(dict.fromkeys(keys)):
-                self._futures[key] = _compiler_behind().submit(self._compile_behind, key)
+                self._keep(key, _compiler_behind().submit(self._compile_behind, key))
 
     def _new_keys(self, keys: Iterable[Key]) -> list[Key]:
         """Return those of some keys that were not started; KeyError if one is outside the plan."""
@@ -266,9 +279,9 @@ class CompilePlan:
         with self._lock:
             self.start([key])  # Nothing if the key was started before; else it is queued, and cancelled below.
             # `cancel` succeeds only while the key still waits in the queue.
-            if self._futures[key].cancel():
-                self._futures[key] = self._urgent.submit(self._compile, key)
             future = self._futures[key]
+            if future.cancel():
+                future = self._keep(key, self._urgent.submit(self._compile, key))
             self._asked.add(key)
         self.pauses.put_first(future)
         self.pauses.recheck()  # This key may be held now.
@@ -322,6 +335,7 @@ class CompilePlan:
                 self._timer.cancel()
             self._begun = [future for future in self._futures.values() if not future.cancel()]
             self._futures.clear()
+            self._unended.clear()
             self._ready.clear()
         self.pauses.recheck()
         self._stop_listening()
