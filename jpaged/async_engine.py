@@ -1,6 +1,7 @@
 """An engine for asyncio: requests of many tasks on one thread that owns the engine.
 
-`AsyncEngine.generate` is the call for programs; the server calls `submit`, which takes checked messages.
+`AsyncEngine.generate` is the call for programs; the server calls `submit`, which takes checked messages. This module
+loads no JAX; the engine does, when one is made.
 """
 
 from __future__ import annotations
@@ -9,73 +10,25 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
 from .checks import refusal, shown
 from .config.engine_config import EngineConfig
-from .core.core_thread import CoreThread, Delivery, ResultCallback, StepOutputs, Subscription
-from .core.stat_loggers import StatLogger, StatLoggers
-from .engine import Engine
-from .errors import EngineStoppedError
+from .core.stat_loggers import StatLogger
 from .messages import NewRequest, Params
 from .outputs import RequestOutput
+from .remote.core_client import OutputStream
+from .remote.thread_client import ThreadClient
 from .sampling.sampling_params import RequestOutputKind, SamplingParams
-from .startup.build_engine import Progress
-from .startup.open_model import ModelHandle
-from .text.grammar.grammar import Matcher
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .startup.build_engine import Progress
+    from .startup.open_model import ModelHandle
 
 Result = TypeVar("Result")
-
-
-class OutputStream(Subscription):
-    """The outputs of some requests as their reader, one task of an event loop, takes them."""
-
-    def __init__(self, core: CoreThread, *, takes_deltas: bool):
-        super().__init__(takes_deltas=takes_deltas)
-        self.loop = asyncio.get_running_loop()
-        self.request_ids: list[str] = []
-        self._core = core
-        self._outputs: StepOutputs | None = None
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_closed = False
-
-    async def take(self) -> StepOutputs | None:
-        """Wait for outputs and return them; None if `nudge` came first. Raise EngineStoppedError if none will come."""
-        if self._outputs is None and self._error is None:
-            self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        outputs, self._outputs = self._outputs, None
-        if outputs is not None:
-            self._core.note_taken(self)
-        elif self._error is not None:
-            raise self._error
-        return outputs
-
-    def put(self, outputs: StepOutputs) -> None:
-        if not self._is_closed:
-            self._outputs = outputs
-            self.nudge()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self.nudge()
-
-    def nudge(self) -> None:
-        """Let `take` return, with None if there are no outputs."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def close(self) -> None:
-        """End the requests that are unfinished; no more outputs come."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._core.drop(self)
 
 
 class AsyncEngine:
@@ -91,6 +44,8 @@ class AsyncEngine:
 
         `stat_loggers` are told of each step and of each ended request, on the thread that computes steps.
         """
+        from .engine import Engine  # This loads JAX.
+
         self._start(Engine(model, **options), stat_loggers)
 
     @classmethod
@@ -103,6 +58,8 @@ class AsyncEngine:
         stat_loggers: Sequence[StatLogger] = (),
     ) -> Self:
         """Return an engine for a validated config; see `Engine.from_engine_args`."""
+        from .engine import Engine  # This loads JAX.
+
         engine = Engine.from_engine_args(config, handle, progress=progress)
         return cls.from_engine(engine, stat_loggers=stat_loggers)
 
@@ -114,11 +71,8 @@ class AsyncEngine:
         return self
 
     def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger]) -> None:
-        loggers = StatLoggers(stat_loggers)
-        if stat_loggers:
-            engine.core.observer = loggers
         self.engine = engine
-        self.core = CoreThread(engine.loop, _deliver, take_numbers=engine.builder.take_numbers, on_ended=loggers.ended)
+        self.client = ThreadClient(engine, stat_loggers)
         self._streams: dict[str, set[OutputStream]] = {}
         """The open streams of `generate` by their callers' ids."""
 
@@ -130,7 +84,7 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Return whether the engine takes requests: it was not shut down, and its thread has not ended."""
-        return self.core.is_alive
+        return self.client.status().is_alive
 
     async def generate(
         self,
@@ -178,38 +132,21 @@ class AsyncEngine:
         The caller closes the stream. Raise InvalidRequestError if a request can never fit, QueueFullError if there is
         no room for all, and EngineStoppedError if the engine was shut down or has failed.
         """
-        grammars: list[Matcher | None] = [None] * len(messages)
-        if any(message.grammar for message in messages):
-            grammars = await asyncio.to_thread(self._matchers, messages)
-        stream = OutputStream(self.core, takes_deltas=takes_deltas)
-        try:
-            stream.request_ids = await self._result(partial(self.core.add, messages, grammars, stream))
-        except BaseException:  # Cancelled while the requests may be queued already.
-            stream.close()
-            raise
-        return stream
-
-    def _matchers(self, messages: Sequence[NewRequest]) -> list[Matcher | None]:
-        """Return a matcher for each message that has a grammar; one that is not known yet is compiled."""
-        grammars = self.engine.core.outputs.grammars
-        return [grammars.matcher(message.grammar) if message.grammar else None for message in messages]
+        return await self.client.submit(messages, takes_deltas=takes_deltas)
 
     async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Return the result of a call that may wait for a step, such as `call(engine.update_params, tree)`.
 
         It runs on a thread of the event loop's pool; what it changes is changed between two steps.
         """
-        result = await asyncio.to_thread(function, *args, **options)
-        self.core.wake()
-        return result
+        return await self.client.call(function, *args, **options)
 
     async def abort(self, request_id: str, *, sample: int | None = None) -> None:
         """End the requests of `generate` with this id; their iterators get a last output with the reason "abort".
 
         With `sample`, only this sample of one request ends; see `Engine.abort_request`.
         """
-        abort = partial(self.engine.abort_request, self._core_ids(request_id), sample=sample)
-        await self._result(partial(self.core.call, abort))
+        await self.client.abort(self._core_ids(request_id), sample)
 
     async def fork(self, request_id: str, n: int | None = None, **options: Any) -> list[int]:
         """Add `n` samples to the unfinished request with this id; the arguments are those of `Engine.fork`."""
@@ -217,7 +154,7 @@ class AsyncEngine:
         if len(ids) != 1:
             got = f"{shown(request_id)}, the id of {len(ids)} unfinished requests"
             raise refusal("request_id", got, "that of exactly one")
-        return await self._result(partial(self.core.call, partial(self.engine.fork, ids[0], n, **options)))
+        return await self.client.fork(ids[0], n, options)
 
     def _core_ids(self, request_id: str) -> list[str]:
         """Return the core's ids of the unfinished requests of `generate` with this id."""
@@ -225,7 +162,7 @@ class AsyncEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; see `Engine.reset_prefix_cache`."""
-        await self._result(partial(self.core.call, self.engine.reset_prefix_cache))
+        await self.client.reset_prefix_cache()
 
     async def update_params(self, params: Any, **options: Any) -> Any:
         """Take new weights; see `Engine.update_params`."""
@@ -233,77 +170,34 @@ class AsyncEngine:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give the device's memory away; see `Engine.sleep`."""
-        await self.call(self.engine.sleep, level, mode)
+        await self.client.sleep(level, mode)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Take the device's memory back; see `Engine.wake_up`."""
-        await self.call(self.engine.wake_up, *(() if tags is None else (tags,)))
+        await self.client.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Return whether the engine has given its memory away."""
-        return bool(self.engine.loop.sleep.missing)
+        return self.client.status().is_sleeping
 
     def pause(self) -> None:
         """Compute no steps until `resume`; requests are taken and wait."""
-        self.core.is_paused = True
+        self.client.pause()
 
     def resume(self) -> None:
         """Go on computing."""
-        self.core.is_paused = False
-        self.core.wake()
+        self.client.resume()
 
     async def stats(self) -> dict[str, Any]:
         """Return counters and sizes; see `Engine.stats`."""
-        return await self._result(partial(self.core.call, self.engine.stats))
+        return await self.client.stats()
 
     def shutdown(self) -> None:
         """Abort all requests, end the thread, and free the device's memory. Iterators raise EngineStoppedError."""
-        self.core.stop()
-        self.engine.shutdown()
+        self.client.shutdown()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.shutdown)
-
-    async def _result(self, call: Callable[[ResultCallback], None]) -> Any:
-        """Make a call of the core's thread, and wait for its result."""
-        if not self.core.is_alive:
-            raise EngineStoppedError("the engine was shut down, or has failed")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        call(_FutureCallback(loop, future))
-        return await future
-
-
-class _FutureCallback:
-    """Resolves a future of an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]):
-        self.loop, self._future = loop, future
-
-    def __call__(self, result: Any, error: Exception | None) -> None:
-        if self._future.done():  # Its task was cancelled.
-            return
-        if error is not None:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(result)
-
-
-def _deliver(deliveries: list[Delivery]) -> None:
-    """Make all calls on the event loops of their receivers, by one wake-up of each loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
-    for delivery in deliveries:
-        by_loop.setdefault(delivery.receiver.loop, []).append(delivery)
-    for loop, of_loop in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_call_all, of_loop)
-        except RuntimeError:  # The loop was closed: nobody waits any more.
-            continue
-
-
-def _call_all(deliveries: list[Delivery]) -> None:
-    for delivery in deliveries:
-        delivery.call()

@@ -142,6 +142,19 @@ class RequestOutput:
     """Why the request failed, where a `finish_reason` is "error"."""
 
 
+class StepOutputs(msgspec.Struct, frozen=True):
+    """What the requests of one reader have got since its last outputs."""
+
+    deltas: list[SampleDelta]
+    """New tokens and texts, for a reader that takes deltas."""
+    prompt_logprobs: dict[str, PromptLogprobs]
+    """The logprobs of the prompts of requests that asked for them, by their ids, once; for a reader that takes deltas,
+    before the first delta of a request."""
+    outputs: list[RequestOutput]
+    """The last output of each request that has ended; for a reader that takes no deltas, the present output of each
+    request that has changed, by its `output_kind`."""
+
+
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     """Return the output of a request that failed before it was queued, or whose own output could not be made.
 

@@ -37,6 +37,7 @@ LAYERS = {
         ("llm",),
         ("serving",),
         ("async_engine",),
+        ("remote",),
         ("research",),
         ("research.distillation",),
         ("engine",),
@@ -89,7 +90,9 @@ LAYERS = {
 # No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
 HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
-FRONT = ("codec", "config", "intake", "messages", "outputs", "serving", "text")
+FRONT = (
+    "async_engine", "codec", "config", "core.core_thread", "intake", "messages", "outputs", "remote", "serving", "text",
+)  # fmt: skip
 """Parts that a process without a device can run: they check what callers give, and make text of tokens."""
 
 
@@ -233,8 +236,10 @@ def test_the_front_half_loads_no_jax(part: str) -> None:
     "module",
     [
         "jpaged",
+        "jpaged.async_engine",
         "jpaged.models",
         "jpaged.pallas_kernels",
+        "jpaged.remote.thread_client",
         "jpaged.research.distilled",
         "jpaged.sampling.sampling_params",
     ],

@@ -1,10 +1,10 @@
-"""The core client of this process: a thread that owns an engine's loop, and what its callers send and get.
+"""The thread that owns an engine's loop for many readers, and what its callers send and get.
 
     add, abort, call ─▶ commands ─▶ between two steps ─▶ step ─▶ outputs of all readers, delivered at once
 
-Callers send requests as messages and get flat outputs, so that a core in a process of its own can be served by the same
-calls. The thread makes an output for a reader only once the reader has taken the one before: a slow reader costs one
-output, however many tokens its requests have got. It knows no event loop: `deliver` takes all deliveries of one step.
+Callers send requests as messages and get flat outputs. The thread makes an output for a reader only once the reader has
+taken the one before: a slow reader costs one output, however many tokens its requests have got. It knows no event loop:
+`deliver` takes all deliveries of one step. This module loads no JAX; the loop that it is given does.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from ..errors import EngineStoppedError
 from ..messages import NewRequest
-from ..outputs import PromptLogprobs, RequestOutput, SampleDelta
+from ..outputs import PromptLogprobs, RequestOutput, SampleDelta, StepOutputs
 from ..request import Request
 from ..text.grammar.grammar import Matcher
-from .engine_loop import EngineLoop
 from .inbox import Inbox
+
+if TYPE_CHECKING:
+    from .engine_loop import EngineLoop
 
 logger = logging.getLogger("jpaged")
 
@@ -53,7 +55,7 @@ class Delivery(NamedTuple):
     """A call to be made on the caller's side."""
 
     receiver: Any
-    """The subscription or the callback that it is for, by which `deliver` knows where to call."""
+    """The reader or the callback that it is for, by which `deliver` knows where to call."""
     call: Callable[[], None]
 
 
@@ -61,37 +63,25 @@ Deliver = Callable[[list[Delivery]], None]
 """Takes everything that a step, or the commands before it, have to tell the callers."""
 
 
-@dataclass(slots=True)
-class StepOutputs:
-    """What the requests of one reader have got since its last outputs."""
-
-    deltas: list[SampleDelta]
-    """New tokens and texts, for a reader that takes deltas."""
-    prompt_logprobs: dict[str, PromptLogprobs]
-    """The logprobs of the prompts of requests that asked for them, by their ids, once; for a reader that takes deltas,
-    before the first delta of a request."""
-    outputs: list[RequestOutput]
-    """The last output of each request that has ended; for a reader that takes no deltas, the present output of each
-    request that has changed, by its `output_kind`."""
-
-
-class Subscription:
-    """The requests of one reader, and whether it has taken what they had got. See `CoreThread.add`."""
-
-    def __init__(self, *, takes_deltas: bool):
-        """Start without requests. With `takes_deltas` the reader gets deltas, else outputs."""
-        self.takes_deltas = takes_deltas
-        self.inbox = Inbox()
-        self.has_taken = True
-        """The reader has taken its last outputs. Only the reader sets it, and only the core's thread clears it."""
+class Reader(Protocol):
+    """Takes the outputs of the requests that it was named for. See `CoreThread.add`."""
 
     def put(self, outputs: StepOutputs) -> None:
         """Take what the requests have got. Called on the reader's side."""
-        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         """Learn that no more outputs come, since the engine has stopped. Called on the reader's side."""
-        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Subscription:
+    """The requests of one reader, and whether it has taken what they had got."""
+
+    takes_deltas: bool
+    """The reader gets deltas, else outputs."""
+    inbox: Inbox = field(default_factory=Inbox)
+    has_taken: bool = True
+    """The reader has taken its last outputs. Only the reader sets it, and only the core's thread clears it."""
 
 
 class CoreThread:
@@ -117,8 +107,8 @@ class CoreThread:
         self._deliver, self._take_numbers, self._on_ended = deliver, take_numbers, on_ended
         self._id_prefix = secrets.token_hex(4)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._subscriptions: dict[Subscription, None] = {}
-        """Those with requests whose last output was not made yet."""
+        self._subscriptions: dict[Reader, _Subscription] = {}
+        """Those of readers with requests whose last output was not made yet."""
         self._deliveries: list[Delivery] = []
         """What is delivered after the present step."""
         self._is_stopped = False
@@ -142,22 +132,27 @@ class CoreThread:
         self,
         messages: Sequence[NewRequest],
         grammars: Sequence[Matcher | None],
-        subscription: Subscription,
+        reader: Reader,
         callback: ResultCallback,
+        *,
+        takes_deltas: bool,
     ) -> None:
-        """Queue the requests of some messages, all of them or none, for the reader of `subscription`.
+        """Queue the requests of some messages, all of them or none, for a reader that has none yet.
 
         Their ids and their numbers are given here; `callback` gets the ids in the order of the messages. It gets
         InvalidRequestError if one can never fit, and QueueFullError if there is no room for all.
         """
-        self.call(partial(self._add, messages, grammars, subscription), callback)
+        self.call(partial(self._add, messages, grammars, reader, takes_deltas), callback)
 
-    def drop(self, subscription: Subscription) -> None:
+    def drop(self, reader: Reader) -> None:
         """End all requests of a reader that takes no more outputs, and forget it."""
-        self._post(Command(partial(self._drop, subscription)))
+        self._post(Command(partial(self._drop, reader)))
 
-    def note_taken(self, subscription: Subscription) -> None:
+    def note_taken(self, reader: Reader) -> None:
         """Note that a reader has taken its last outputs. Called by the reader's side, after each `put`."""
+        subscription = self._subscriptions.get(reader)
+        if subscription is None:  # These were its last outputs of all.
+            return
         subscription.has_taken = True
         # The thread notes changes before it looks at `has_taken`, so at least one of the two sees the other.
         if subscription.inbox.has_changed:
@@ -213,7 +208,7 @@ class CoreThread:
                     raise
                 except Exception as error:
                     logger.exception("steps failed, and end the requests of the server")
-                    for subscription in self._subscriptions:
+                    for subscription in self._subscriptions.values():
                         self.loop.fail(subscription.inbox, error)
             self._collect()
         if self._deliveries:
@@ -224,7 +219,7 @@ class CoreThread:
     def _has_work(self) -> bool:
         """Return whether a step can do anything for a reader."""
         is_able = not self.is_paused and self.loop.is_open and not self.loop.sleep.missing
-        return is_able and any(one.inbox.has_unfinished for one in self._subscriptions)
+        return is_able and any(one.inbox.has_unfinished for one in self._subscriptions.values())
 
     def _wait_for_command(self) -> list[Command]:
         """Wait for a command and return it; return none if an engine that sleeps may be awake by now."""
@@ -255,16 +250,16 @@ class CoreThread:
 
     def _collect(self) -> None:
         """Make the outputs of the readers that have taken their last ones, and forget those whose requests are over."""
-        for subscription in list(self._subscriptions):
+        for reader, subscription in list(self._subscriptions.items()):
             if subscription.inbox.has_changed and subscription.has_taken:
                 outputs = self._outputs_of(subscription)
                 if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
                     subscription.has_taken = False
-                    self._deliveries.append(Delivery(subscription, partial(subscription.put, outputs)))
+                    self._deliveries.append(Delivery(reader, partial(reader.put, outputs)))
             if not subscription.inbox.requests:
-                del self._subscriptions[subscription]
+                del self._subscriptions[reader]
 
-    def _outputs_of(self, subscription: Subscription) -> StepOutputs:
+    def _outputs_of(self, subscription: _Subscription) -> StepOutputs:
         """Return what the changed requests of a reader have got; those that have ended are forgotten by the loop."""
         changed = subscription.inbox.take()
         deltas: list[SampleDelta] = []
@@ -290,7 +285,7 @@ class CoreThread:
         self._on_ended(request)
 
     def _add(
-        self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], subscription: Subscription
+        self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], reader: Reader, takes_deltas: bool
     ) -> list[str]:
         """Queue requests, all or none; return their ids."""
         self.loop.check_ready("generate")
@@ -301,16 +296,18 @@ class CoreThread:
         ]
         requests = [self.loop.make(new, grammar) for new, grammar in zip(named, grammars, strict=True)]
         self.loop.scheduler.waiting.check_room(*requests)
+        subscription = self._subscriptions[reader] = _Subscription(takes_deltas)
         for request in requests:
             self.loop.queue(request, subscription.inbox)
-        self._subscriptions[subscription] = None
         return [request.request_id for request in requests]
 
-    def _drop(self, subscription: Subscription) -> None:
+    def _drop(self, reader: Reader) -> None:
         """End and forget the requests of a reader, also those that had ended before it took their last output."""
+        subscription = self._subscriptions.pop(reader, None)
+        if subscription is None:
+            return
         requests = list(subscription.inbox.requests)
         self.loop.drop(subscription.inbox)
-        self._subscriptions.pop(subscription, None)
         for request in requests:
             self._note_end(request)
 
@@ -318,8 +315,8 @@ class CoreThread:
         """Tell all readers, and the callers whose commands wait, that the thread has ended."""
         failure = error if isinstance(error, EngineStoppedError) else EngineStoppedError("the engine has failed")
         deliveries, self._deliveries = self._deliveries, []
-        for subscription in list(self._subscriptions):
-            deliveries.append(Delivery(subscription, partial(subscription.fail, failure)))
+        for reader in list(self._subscriptions):
+            deliveries.append(Delivery(reader, partial(reader.fail, failure)))
         self._subscriptions.clear()
         for command in self._waiting_commands():
             if command.callback is not None:

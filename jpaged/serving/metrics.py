@@ -1,7 +1,7 @@
 """What /metrics tells: counts and times of steps and requests, under vLLM's names.
 
 Steps and ends of requests are noted on the engine's thread, in plain numbers; Prometheus's format is made when it is
-asked for. No label comes from a request.
+asked for, of these and of a snapshot of the core. No label comes from a request.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.stat_loggers import EndedRequest
 from ..core.step_record import StepRecord
+from ..remote.core_client import CoreSnapshot
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-    from ..engine import Engine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -76,6 +76,12 @@ class Histogram:
         return result
 
 
+class _Collector(NamedTuple):
+    """What Prometheus's client makes its text of."""
+
+    collect: Callable[[], Iterable[Metric]]
+
+
 class ServerMetrics:
     """Observes an engine's steps and ended requests, and collects them for Prometheus."""
 
@@ -107,11 +113,6 @@ class ServerMetrics:
         """Number of the step that was dispatched last."""
         self._last_step_of_ended: dict[str, int] = {}
         """Number of the last step that a request which has ended may be in, oldest first, until that step is over."""
-        self._engine: Engine | None = None
-
-    def watch(self, engine: Engine) -> None:
-        """Show the counters of an engine too."""
-        self._engine = engine
 
     # On the engine's thread
 
@@ -169,17 +170,17 @@ class ServerMetrics:
 
     # On the server's thread
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
+    def text(self, snapshot: CoreSnapshot | None) -> bytes:
+        """Return all metrics in Prometheus's text format; counters of the core are 0 without a snapshot of it."""
         from prometheus_client import generate_latest
 
-        return generate_latest(self)  # type: ignore[arg-type]
+        return generate_latest(_Collector(partial(self._families, snapshot)))  # type: ignore[arg-type]
 
-    def collect(self) -> Iterable[Metric]:
-        """Yield each metric, as Prometheus's client asks a collector to."""
+    def _families(self, snapshot: CoreSnapshot | None) -> Iterable[Metric]:
+        """Yield each metric with all its samples."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        stats = {} if self._engine is None else self._engine.loop.stats()
+        stats = {} if snapshot is None else dict(snapshot.stats)
         stats["padding_tokens"] = stats.get("padded_tokens", 0) - stats.get("step_tokens", 0)
         labels, label_values = ["model_name"], [self._label]
         for name, (key, text) in GAUGES.items():
@@ -187,12 +188,12 @@ class ServerMetrics:
             yield self._with(GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels), label_values, value)
         share = GaugeMetricFamily(f"{self.prefix}:kv_cache_usage_perc", "Pages in use, 0 to 1.", labels=labels)
         yield self._with(share, label_values, stats.get("blocks_used", 0) / max(1, stats.get("blocks", 1)))
-        if self._engine is not None:
+        if snapshot is not None:
             text = "Tokens of a page, and pages: labels of a value that is always 1."
             pool = GaugeMetricFamily(
                 f"{self.prefix}:cache_config_info", text, labels=[*labels, "block_size", "num_gpu_blocks"]
             )
-            sizes = [str(self._engine.step_sizes.block_size), str(stats["blocks"])]
+            sizes = [str(snapshot.block_size), str(stats["blocks"])]
             yield self._with(pool, [*label_values, *sizes], 1)
         for name, (key, text) in COUNTERS.items():
             value = stats.get(key, 0)
@@ -203,10 +204,10 @@ class ServerMetrics:
         for reason in FINISH_REASONS:
             success.add_metric([*label_values, reason], self.finished[reason])
         yield success
-        if self._engine is not None and (by_layer := self._engine.expert_tokens_by_layer()):
+        if snapshot is not None and snapshot.expert_tokens:
             text = "Tokens that have chosen each expert of each layer."
             chosen = CounterMetricFamily(f"{self.prefix}:expert_tokens", text, labels=[*labels, "layer", "expert"])
-            for layer, counts in by_layer.items():
+            for layer, counts in snapshot.expert_tokens.items():
                 for expert, count in enumerate(counts):
                     chosen.add_metric([*label_values, str(layer), str(expert)], count)
             yield chosen

@@ -5,7 +5,6 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -196,7 +195,7 @@ def test_loggers_learn_of_each_request_once_and_metrics_keep_nothing_of_it(make)
         build = engine.engine.builder.build
         message = build("", "Hi", params(max_tokens=3), number=0)
         stream = await engine.submit([message] * 2, takes_deltas=True)
-        await until(lambda: not engine.core._has_work)
+        await until(lambda: not engine.client._core._has_work)
         stream.close()
         ends = [collect(engine.generate(prompt, params(max_tokens=30, stop=["e", "a"]))) for prompt in PROMPTS * 4]
         await asyncio.gather(*ends)
@@ -367,7 +366,7 @@ def test_a_newcomer_beside_eight_streams_begins_within_two_steps(make):
         await until(lambda: len(steps.first_of) == 7)
         message = engine.engine.builder.build("", "New", params(max_tokens=2), number=0)
         for _ in range(5):
-            last = asyncio.create_task(engine._result(partial(engine.core.call, lambda: steps.last)))
+            last = asyncio.create_task(engine.client._between_steps(lambda: steps.last))
             await asyncio.sleep(0)  # Its command is in front of the newcomer's.
             newcomer = await engine.submit([message], takes_deltas=True)
             await until(lambda stream=newcomer: stream.request_ids[0] in steps.first_of)

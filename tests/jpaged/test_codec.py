@@ -8,7 +8,17 @@ import pytest
 from jpaged import BeamSearchParams, SamplingParams
 from jpaged.codec import PackedRequests, decode, encode
 from jpaged.messages import AnswerSpec, NewRequest, ResultForm, Scoring
-from jpaged.outputs import CompletionOutput, Logprob, Mark, RequestMetrics, RequestOutput, SampleDelta, WeightVersion
+from jpaged.outputs import (
+    CompletionOutput,
+    Logprob,
+    Mark,
+    RequestMetrics,
+    RequestOutput,
+    SampleDelta,
+    StepOutputs,
+    WeightVersion,
+)
+from jpaged.remote.core_client import CoreSnapshot, CoreStatus
 from jpaged.sampling.sampling_params import ScoreKind
 from jpaged.structured_outputs import StructuredOutputsParams
 
@@ -62,6 +72,9 @@ def output() -> RequestOutput:
         new_request(answer=AnswerSpec(None)),
         SampleDelta("r", 1, (4, 5), "ab", ({4: Logprob(-1.0, 2, "a")},), "stop", "b", (Mark(0, 4),)),
         output(),
+        StepOutputs([SampleDelta("r", 0, (4,), "a")], {"r": (None, {4: Logprob(-1.0, 2, "a")})}, [output()]),
+        CoreStatus(is_alive=True, is_sleeping=False, num_programs_done=3, num_programs=9, is_compiling=True),
+        CoreSnapshot(stats={"blocks": 63, "compile_seconds": 0.5}, block_size=16, expert_tokens={1: [4, 0]}),
     ],
 )  # fmt: skip
 def test_a_message_arrives_as_it_was_sent(message: Any):

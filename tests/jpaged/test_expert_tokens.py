@@ -1,6 +1,9 @@
 """Tokens are counted for the experts that they choose, once for each time that a step computes them."""
 
+import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, cycle
 from pathlib import Path
@@ -17,6 +20,7 @@ from jpaged.commands.summary import balance_of_experts
 from jpaged.models.dense import DenseAttention
 from jpaged.models.experts import tokens_of_experts
 from jpaged.models.inputs import ModelInputs, unpaged_inputs
+from jpaged.remote.thread_client import ThreadClient
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.serving.metrics import ServerMetrics
 from jpaged.step.expert_tokens import ExpertTokens
@@ -68,11 +72,17 @@ def counts_of(sequences: list[list[int]]) -> np.ndarray:
     return np.asarray(count_all(inputs))
 
 
-def series_of_experts(engine: Engine) -> set[str]:
+@contextmanager
+def client_of(engine: Engine) -> Iterator[ThreadClient]:
+    """Give the client that a server would have of an engine, and end both behind it."""
+    client = ThreadClient(engine)
+    yield client
+    client.shutdown()
+
+
+def series_of_experts(client: ThreadClient) -> set[str]:
     """Return the lines of /metrics that count the tokens of experts."""
-    metrics = ServerMetrics("tiny")
-    metrics.watch(engine)
-    lines = metrics.text().decode().splitlines()
+    lines = ServerMetrics("tiny").text(asyncio.run(client.snapshot())).decode().splitlines()
     return {line for line in lines if line.startswith("jpaged:expert_tokens_total")}
 
 
@@ -95,7 +105,7 @@ class RunningStep:
 @pytest.mark.parametrize("num_decode_steps", [1, 4])
 def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode_steps: int, prompts) -> None:
     """Prompts come in chunks beside other rows and padding; sequences are swapped, and some end before steps ahead."""
-    with Engine(str(DIRECTORY), **SIZES, num_decode_steps=num_decode_steps) as engine:
+    with Engine(str(DIRECTORY), **SIZES, num_decode_steps=num_decode_steps) as engine, client_of(engine) as client:
         free = run(engine, prompts, PARAMS, cycle([PreemptionMode.SWAP]))
         ends = [free[name][6] for name in prompts]
         drawn = run(engine, prompts, replace(PARAMS, stop_token_ids=ends), cycle([PreemptionMode.SWAP]))
@@ -114,10 +124,10 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode
             for expert, count in enumerate(counts)
         }  # fmt: skip
         assert not all(config.sparse_layers), "a layer without experts has no counters"
-        assert wanted == series_of_experts(engine)
+        assert wanted == series_of_experts(client)
         engine.sleep(level=1)
         assert engine.stats()["expert_tokens"] == stats["expert_tokens"]
-        assert wanted == series_of_experts(engine)
+        assert wanted == series_of_experts(client)
     # The last token of a sequence is drawn and not computed.
     sequences = [prompts[name] + found[name][:-1] for found in (free, drawn, alone) for name in prompts]
     np.testing.assert_array_equal(stats["expert_tokens"], counts_of(sequences))
@@ -129,7 +139,7 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode
 
 def test_tokens_that_are_computed_again_count_again(prompts) -> None:
     options = SIZES | {"async_scheduling": False, "num_decode_steps": 1, "preemption_mode": "auto"}
-    with Engine(str(DIRECTORY), **options) as engine:
+    with Engine(str(DIRECTORY), **options) as engine, client_of(engine) as client:
         assert not np.any(engine.stats()["expert_tokens"]), "what the start measures belongs to no request"
         seen, clock = list[Any](), engine.scheduler.clock
         engine.scheduler.clock = lambda: (seen.append(engine.stats()), clock())[1]  # Inside of steps.
@@ -137,10 +147,10 @@ def test_tokens_that_are_computed_again_count_again(prompts) -> None:
         engine.scheduler.clock = clock
         stats, config = engine.stats(), engine.handle.decoder.experts
         assert any(np.any(each["expert_tokens"]) for each in seen)
-        series = series_of_experts(engine)
+        series = series_of_experts(client)
         engine.runner.expert_tokens.add(RunningStep())
         with ThreadPoolExecutor(1) as other_thread, engine.loop.turn("step"):
-            assert other_thread.submit(series_of_experts, engine).result(timeout=20) == series
+            assert other_thread.submit(series_of_experts, client).result(timeout=20) == series
     num_once = sum(len(prompt) for prompt in prompts.values()) + sum(len(tokens) - 1 for tokens in drawn.values())
     assert stats["step_tokens"] > num_once
     assert {sum(counts) for counts in stats["expert_tokens"]} == {0, stats["step_tokens"] * config.num_chosen}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 
@@ -56,23 +55,16 @@ def admin_routes(state: ServerState, guarded: Callable[[Handler], Handler]) -> l
 
     async def start_profile(request: Request) -> Response:
         _query(request)
-        import jax
-
+        client = state.client
         folder = tempfile.mkdtemp(prefix="jpaged-profile-")
-        try:
-            await asyncio.to_thread(jax.profiler.start_trace, folder)
-        except RuntimeError:
-            raise HTTPError(400, "a profile is being taken already; POST /stop_profile first") from None
+        if not await client.start_profile(folder):
+            raise HTTPError(400, "a profile is being taken already; POST /stop_profile first")
         return json_response({"folder": folder})
 
     async def stop_profile(request: Request) -> Response:
         _query(request)
-        import jax
-
-        try:
-            await asyncio.to_thread(jax.profiler.stop_trace)
-        except RuntimeError:
-            raise HTTPError(400, "no profile is being taken; POST /start_profile first") from None
+        if not await state.client.stop_profile():
+            raise HTTPError(400, "no profile is being taken; POST /start_profile first")
         return json_response({})
 
     posts: Mapping[str, Handler] = {

@@ -170,7 +170,7 @@ class Routes:
         return json_response({"version": self.state.version})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await asyncio.to_thread(self.state.metrics.text), media_type=CONTENT_TYPE)
+        return Response(await self.state.metrics_text(), media_type=CONTENT_TYPE)
 
     async def index(self, request: Request) -> Response:
         text = files("jpaged.serving").joinpath("page.html").read_bytes()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ...outputs import RequestOutput
+from ...outputs import RequestOutput, StepOutputs
 from ..protocols.encoder import Encoder
 from ..protocols.generation_request import GenerationRequest
 from ..protocols.http_errors import CLIENT_GONE, HTTPError, error_summary, http_error, unavailable
@@ -20,8 +20,7 @@ from .responses import ID_KEY, client_left, protocol_at, warning_headers
 from .server_state import ServerState
 
 if TYPE_CHECKING:
-    from ...async_engine import OutputStream
-    from ...core.core_thread import StepOutputs
+    from ...remote.core_client import OutputStream
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

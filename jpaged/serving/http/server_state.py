@@ -18,6 +18,7 @@ from .body_parser import BodyParser
 
 if TYPE_CHECKING:
     from ...async_engine import AsyncEngine
+    from ...remote.core_client import CoreClient
 
 HEARTBEAT_S = 1.0
 """Seconds between two looks for streams that have been silent for too long."""
@@ -93,6 +94,8 @@ class ServerState:
         """Why the engine could not start."""
         self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
+        self._client: CoreClient | None = None
+        """That of the engine, once that has started."""
         self._phase = StartPhase("open", 0, None, time.monotonic())
         self._num_compiled = 0
         """Programs that were there when the server got ready."""
@@ -108,11 +111,10 @@ class ServerState:
         """Answer requests from now on."""
         digest = hashlib.sha256(f"{self.version} {started.identity}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        self._num_compiled, _ = started.engine.engine.plan.progress
+        self._started, self._client = started, started.engine.client
+        self._num_compiled = self._client.status().num_programs_done
         self._ready_s = time.monotonic()
-        self._started = started
         self.bodies.serve(started.parser, started.long_parser)
-        self.metrics.watch(started.engine.engine)
 
     @property
     def engine(self) -> AsyncEngine:
@@ -128,6 +130,13 @@ class ServerState:
             self.check_ready()
         assert self._started is not None
         return self._started.engine
+
+    @property
+    def client(self) -> CoreClient:
+        """Return the client of the engine, whatever that does. Raise HTTPError, a 503, before the start is over."""
+        self.check_started()
+        assert self._client is not None
+        return self._client
 
     @property
     def parser(self) -> RequestParser:
@@ -158,11 +167,12 @@ class ServerState:
             return "stopping"
         if self.start_error is not None:
             return "failed"
-        if self._started is None:
+        if self._client is None:
             return "starting"
-        if not self._started.engine.is_alive:
+        core = self._client.status()
+        if not core.is_alive:
             return "failed"
-        return "sleeping" if self._started.engine.is_sleeping() else "ok"
+        return "sleeping" if core.is_sleeping else "ok"
 
     def health(self) -> dict[str, Any]:
         """Return what /health tells: the status, and how far the start is, or what is compiled behind it."""
@@ -171,18 +181,23 @@ class ServerState:
             return {"status": status, **self._phase.fields}
         if status != "ok":
             return {"status": status}
-        assert self._started is not None
-        plan = self._started.engine.engine.plan
-        done, total = plan.progress
+        assert self._client is not None
+        core = self._client.status()
+        done, total = core.num_programs_done, core.num_programs
         name = "compile" if done < total else "serve"
         # As if nothing had been held for requests, so that `eta_s` counts seconds of compiling.
-        start_s = self._ready_s + plan.pauses.held_s
+        start_s = self._ready_s + core.held_s
         return {"status": status, **StartPhase(name, done, total, start_s, self._num_compiled).fields}
 
     @property
     def is_compiling(self) -> bool:
         """Return whether a program is being compiled, also for an engine that was shut down."""
-        return self._started is not None and self._started.engine.engine.plan.is_compiling
+        return self._client is not None and self._client.status().is_compiling
+
+    async def metrics_text(self) -> bytes:
+        """Return what /metrics tells."""
+        snapshot = None if self._client is None else await self._client.snapshot()
+        return await asyncio.to_thread(self.metrics.text, snapshot)
 
     async def beat(self) -> None:
         """Wake the streams that have been silent for the limit `silence_s`, again and again until it is cancelled."""

@@ -24,7 +24,7 @@ NEVER = (
     "jpaged.models.weights.live_weights", "jpaged.models.weights.dummy", "jpaged.pallas_kernels.native.layer_ops",
     "jpaged.pallas_kernels.native.products", "jpaged.pallas_kernels.ragged_paged_attention.native.attention",
     "jpaged.research.trainer", "jpaged.research.scores", "jpaged.research.arrays", "jpaged.serving",
-    "jpaged.async_engine", "jpaged.commands.bench", "jpaged.commands.serve",
+    "jpaged.remote", "jpaged.async_engine", "jpaged.commands.bench", "jpaged.commands.serve",
 )  # fmt: skip
 """Modules and packages that only tracing, reading weights, a trainer, a server or a bench needs."""
 

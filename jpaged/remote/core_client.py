@@ -1,0 +1,176 @@
+"""What callers ask of a core that computes elsewhere, in another thread or in another process, and what they get.
+
+    messages ─▶ submit ─▶ core ─▶ put ─▶ OutputStream ─▶ take ─▶ the reader's task
+
+A client belongs to the tasks of event loops. All that it takes and returns is plain: messages, names, numbers and
+frozen records. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..messages import NewRequest
+from ..outputs import StepOutputs
+
+
+class CoreStatus(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a core is doing, as far as its client knows without asking it."""
+
+    is_alive: bool
+    """It takes requests: it was not shut down, and has not failed."""
+    is_sleeping: bool
+    """It has given the device's memory away."""
+    num_programs_done: int
+    """Programs whose compilation has ended, also by an error."""
+    num_programs: int
+    """Programs that were asked for so far."""
+    held_s: float
+    """Seconds for which programs that nobody waits for were held while requests ran."""
+    is_compiling: bool
+    """A program is missing that was asked for. In a core that was shut down: a compilation has not ended."""
+
+
+class CoreSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The counters and sizes of a core."""
+
+    stats: dict[str, float | int]
+    """As `EngineLoop.stats` names them."""
+    block_size: int
+    """Tokens of a page."""
+    expert_tokens: dict[int, list[int]] = {}
+    """Layer → how many tokens have chosen each expert, in the steps that the device is done with. Empty unless the
+    engine counts them."""
+
+
+class CoreClient(ABC):
+    """The calls of a core. Those that must wait for the core's answer are awaited.
+
+    They raise EngineStoppedError if the core was shut down or has failed, and what `Engine` raises under the same name.
+    """
+
+    @abstractmethod
+    async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
+        """Queue the requests of some messages, all of them or none, and return the stream of their outputs.
+
+        The core gives them their ids and numbers, and compiles their grammars. With `takes_deltas` the stream gets
+        deltas, else outputs. The caller closes it. Raise InvalidRequestError if a request can never fit, and
+        QueueFullError if there is no room for all.
+        """
+
+    @abstractmethod
+    def note_taken(self, stream: OutputStream) -> None:
+        """Note that a reader has taken its last outputs, so that the core makes the next ones."""
+
+    @abstractmethod
+    def drop(self, stream: OutputStream) -> None:
+        """End all requests of a reader that takes no more outputs, and forget it."""
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
+        """End requests, or one sample of one; their streams get last outputs. See `Engine.abort_request`."""
+
+    @abstractmethod
+    async def fork(self, request_id: str, n: int | None, options: Mapping[str, Any]) -> list[int]:
+        """Add samples to a request and return their indices; `options` are the named arguments of `Engine.fork`."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+
+    @abstractmethod
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give the device's memory away; see `Engine.sleep`."""
+
+    @abstractmethod
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Take the device's memory back, all of it or what the tags name; see `Engine.wake_up`."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Compute no steps until `resume`; requests are taken and wait."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on computing."""
+
+    @abstractmethod
+    def status(self) -> CoreStatus:
+        """Return what the core is doing. This waits for nothing, and can be called whatever the core does."""
+
+    @abstractmethod
+    async def snapshot(self) -> CoreSnapshot:
+        """Return the counters of the core, which waits for no step; of one that was shut down, the last ones."""
+
+    @abstractmethod
+    async def stats(self) -> dict[str, Any]:
+        """Return the counters of `Engine.stats`, taken between two steps."""
+
+    @abstractmethod
+    async def start_profile(self, folder: str) -> bool:
+        """Let JAX write a profile into a folder from now on; return False if it is writing one already."""
+
+    @abstractmethod
+    async def stop_profile(self) -> bool:
+        """End the profile and write its files; return False if there is none."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Abort all requests, end the core, and free the device's memory. Streams raise EngineStoppedError."""
+
+
+class OutputStream:
+    """The outputs of some requests as their reader, one task of an event loop, takes them."""
+
+    def __init__(self, client: CoreClient):
+        """Start without outputs, in the event loop that runs."""
+        self.loop = asyncio.get_running_loop()
+        self.request_ids: list[str] = []
+        """The core's ids of the requests, in the order of their messages."""
+        self._client = client
+        self._outputs: StepOutputs | None = None
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    async def take(self) -> StepOutputs | None:
+        """Wait for outputs and return them; None if `nudge` came first. Raise EngineStoppedError if none will come."""
+        if self._outputs is None and self._error is None:
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        outputs, self._outputs = self._outputs, None
+        if outputs is not None:
+            self._client.note_taken(self)
+        elif self._error is not None:
+            raise self._error
+        return outputs
+
+    def put(self, outputs: StepOutputs) -> None:
+        """Take what the requests have got, for `take`. The client calls this on the stream's event loop."""
+        if not self._is_closed:
+            self._outputs = outputs
+            self.nudge()
+
+    def fail(self, error: Exception) -> None:
+        """Let `take` raise an error once it has returned all outputs. The client calls this on the event loop too."""
+        self._error = error
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Let `take` return, with None if there are no outputs."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """End the requests that are unfinished; no more outputs come."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._client.drop(self)

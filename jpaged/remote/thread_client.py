@@ -1,0 +1,185 @@
+"""The client of an engine in this process, whose steps a thread of its own computes (`CoreThread`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..core.core_thread import CoreThread, Delivery, ResultCallback
+from ..core.stat_loggers import StatLogger, StatLoggers
+from ..errors import EngineStoppedError
+from ..messages import NewRequest
+from ..text.grammar.grammar import Matcher
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+Result = TypeVar("Result")
+
+
+class ThreadClient(CoreClient):
+    """Takes the calls of tasks to the thread that owns the engine, and its answers and outputs to their event loops."""
+
+    def __init__(self, engine: Engine, stat_loggers: Sequence[StatLogger] = ()):
+        """Start the thread. The engine belongs to this client from now on, which shuts it down.
+
+        `stat_loggers` are told of each step and of each ended request, on the thread.
+        """
+        loggers = StatLoggers(stat_loggers)
+        if stat_loggers:
+            engine.core.observer = loggers
+        self._engine = engine
+        take_numbers = engine.builder.take_numbers
+        self._core = CoreThread(engine.loop, _deliver, take_numbers=take_numbers, on_ended=loggers.ended)
+
+    async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
+        grammars: list[Matcher | None] = [None] * len(messages)
+        if any(message.grammar for message in messages):  # One that has to be compiled would delay the next step.
+            grammars = await asyncio.to_thread(self._matchers, messages)
+        stream = OutputStream(self)
+        add = partial(self._core.add, messages, grammars, stream, takes_deltas=takes_deltas)
+        try:
+            stream.request_ids = await self._answer(add)
+        except BaseException:  # Cancelled while the requests may be queued already.
+            stream.close()
+            raise
+        return stream
+
+    def _matchers(self, messages: Sequence[NewRequest]) -> list[Matcher | None]:
+        """Return a matcher for each message that has a grammar; one that is not known yet is compiled."""
+        grammars = self._engine.core.outputs.grammars
+        return [grammars.matcher(message.grammar) if message.grammar else None for message in messages]
+
+    def note_taken(self, stream: OutputStream) -> None:
+        self._core.note_taken(stream)
+
+    def drop(self, stream: OutputStream) -> None:
+        self._core.drop(stream)
+
+    async def call(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Return the result of a call of the engine that may wait for a step; it runs on a thread of the loop's pool.
+
+        No other client can have this call, since a function is nothing that a message could hold.
+        """
+        result = await asyncio.to_thread(function, *args, **options)
+        self._core.wake()
+        return result
+
+    async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
+        await self._between_steps(partial(self._engine.abort_request, request_ids, sample=sample))
+
+    async def fork(self, request_id: str, n: int | None, options: Mapping[str, Any]) -> list[int]:
+        return await self._between_steps(partial(self._engine.fork, request_id, n, **options))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._between_steps(self._engine.reset_prefix_cache)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self.call(self._engine.sleep, level, mode)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        await self.call(self._engine.wake_up, *(() if tags is None else (tags,)))
+
+    def pause(self) -> None:
+        self._core.is_paused = True
+
+    def resume(self) -> None:
+        self._core.is_paused = False
+        self._core.wake()
+
+    def status(self) -> CoreStatus:
+        plan = self._engine.plan
+        num_done, num_programs = plan.progress
+        return CoreStatus(
+            is_alive=self._core.is_alive,
+            is_sleeping=bool(self._engine.loop.sleep.missing),
+            num_programs_done=num_done,
+            num_programs=num_programs,
+            held_s=plan.pauses.held_s,
+            is_compiling=plan.is_compiling,
+        )
+
+    async def snapshot(self) -> CoreSnapshot:
+        return await asyncio.to_thread(self._snapshot)  # Counts of experts are copied from the device.
+
+    def _snapshot(self) -> CoreSnapshot:
+        engine = self._engine
+        return CoreSnapshot(
+            stats=engine.loop.stats(),
+            block_size=engine.step_sizes.block_size,
+            expert_tokens=engine.expert_tokens_by_layer(),
+        )
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._between_steps(self._engine.stats)
+
+    async def start_profile(self, folder: str) -> bool:
+        import jax
+
+        return await _did(jax.profiler.start_trace, folder)
+
+    async def stop_profile(self) -> bool:
+        import jax
+
+        return await _did(jax.profiler.stop_trace)
+
+    def shutdown(self) -> None:
+        self._core.stop()
+        self._engine.shutdown()
+
+    async def _between_steps(self, run: Callable[[], Result]) -> Result:
+        """Return the result of a call that the thread makes between two steps."""
+        return await self._answer(partial(self._core.call, run))
+
+    async def _answer(self, post: Callable[[ResultCallback], None]) -> Any:
+        """Post a command to the thread, and wait for its result."""
+        if not self._core.is_alive:
+            raise EngineStoppedError("the engine was shut down, or has failed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        post(_FutureCallback(loop, future))
+        return await future
+
+
+class _FutureCallback:
+    """Resolves a future of an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]):
+        self.loop, self._future = loop, future
+
+    def __call__(self, result: Any, error: Exception | None) -> None:
+        if self._future.done():  # Its task was cancelled.
+            return
+        if error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+
+def _deliver(deliveries: list[Delivery]) -> None:
+    """Make all calls on the event loops of their receivers, by one wake-up of each loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+    for delivery in deliveries:
+        by_loop.setdefault(delivery.receiver.loop, []).append(delivery)
+    for loop, of_loop in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_call_all, of_loop)
+        except RuntimeError:  # The loop was closed: nobody waits any more.
+            continue
+
+
+def _call_all(deliveries: list[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.call()
+
+
+async def _did(call: Callable[..., None], *args: Any) -> bool:
+    """Make a call of JAX's profiler on a worker; return False if the profiler refuses it in its present state."""
+    try:
+        await asyncio.to_thread(call, *args)
+    except RuntimeError:
+        return False
+    return True
