@@ -20,7 +20,7 @@ from .errors import ConfigError
 from .intake.offline import as_conversations, as_prompts, one_for_each
 from .intake.request_builder import RequestBuilder, check_new_id
 from .messages import NewRequest, Params, ResultForm
-from .outputs import RequestOutput
+from .outputs import EngineSummary, LastOutput, RequestOutput
 from .request import Request
 from .research.calls import ResearchCalls
 from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingParams
@@ -34,8 +34,8 @@ from .text.answers.whole_answer import Answer
 from .text.chat.tools import tools_of
 from .text.grammar.grammar import Matcher
 from .text.parsed_outputs import OutputParser
-from .text.prompt_params import CheckedParams, tokenizer_for
-from .text.prompts import ChatOptions, EncodedPrompt
+from .text.prompt_params import tokenizer_for
+from .text.prompts import ChatOptions
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -378,30 +378,27 @@ class Engine(ResearchCalls):
         """
         return self.loop.step()
 
-    def prepare_request(
-        self, request_id: str, encoded: EncodedPrompt, params: CheckedParams, *, number: int
-    ) -> Request:
-        """Return a request that is not queued, for `run_requests`, of arguments that the model's `PromptEncoder` gave.
-
-        `number` is part of the seed if `params` have none. Raise InvalidRequestError if it does not fit in this engine.
-        """
-        return self.loop.make(self.builder.build_encoded(request_id, encoded, params, number=number))
-
     def run_until_done(self, requests: Iterable[Request] = (), *, on_error: str = "raise") -> Iterator[RequestOutput]:
         """Yield the last output of each request, as `run_requests` does, and log the exceptions of failed requests."""
         for request, output in self.run_requests(requests, on_error=on_error):
-            self.log_failure(request)
+            self.loop.log_failure(request)
             yield output
 
     def run_requests(
         self, requests: Iterable[Request | None] = (), *, stream: StreamSink | None = None, on_error: str = "raise"
     ) -> Iterator[tuple[Request, RequestOutput]]:
-        """Queue `requests` of `prepare_request`, and step until none is left. See `EngineLoop.run_requests`."""
+        """Queue `requests` of `EngineLoop.make`, and step until none is left. See `EngineLoop.run_requests`."""
         return self.loop.run_requests(requests, stream=stream, on_error=on_error)
 
-    def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
-        """Log the exception that has ended a request; see `EngineLoop.log_failure`."""
-        self.loop.log_failure(request, is_repeat_logged=is_repeat_logged)
+    def checked_message(self, new: NewRequest) -> NewRequest:
+        """Return the message of a request that fits in this engine, for `run_messages`. Raise InvalidRequestError."""
+        return self.loop.checked(new)
+
+    def run_messages(
+        self, messages: Iterable[NewRequest | None], *, stream: StreamSink | None = None
+    ) -> Iterator[LastOutput]:
+        """Queue the requests of `checked_message`, and step until none is left. See `EngineLoop.run_messages`."""
+        return self.loop.run_messages(messages, stream=stream)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
@@ -488,6 +485,26 @@ class Engine(ResearchCalls):
         if (expert_tokens := self.expert_tokens()) is not None:
             stats["expert_tokens"] = expert_tokens
         return stats
+
+    def summary(self) -> EngineSummary:
+        """Return what this engine is, and its `stats`, as plain values."""
+        config, sizes = self.handle.config, self.sizes
+        return EngineSummary(
+            device=f"{self.device.device_kind} ({self.device.platform})",
+            dtype=self.step_sizes.dtype,
+            kv_cache_dtype=self.step_sizes.kv_cache_dtype,
+            mesh=str(config.shares(self.mesh.size)) if self.mesh.size > 1 else "",
+            attention=self.attention,
+            rope=config.longrope or "",
+            experts=self.experts,
+            memory=self.memory,
+            ends=self.handle.ends,
+            load_s=self.load_s,
+            block_size=self.step_sizes.block_size,
+            page_groups=sizes.arithmetic.in_groups,
+            num_host_blocks=max(0, sizes.num_host_blocks - 1),  # One is the null page, which no request uses.
+            stats=self.stats(),
+        )
 
     def expert_tokens(self) -> list[list[int]] | None:
         """Return how many tokens have chosen each expert, [layer][expert]; None without `count_expert_tokens`.

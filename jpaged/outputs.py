@@ -155,6 +155,46 @@ class StepOutputs(msgspec.Struct, frozen=True):
     request that has changed, by its `output_kind`."""
 
 
+class LastOutput(msgspec.Struct, frozen=True):
+    """The output of a request that has ended, for the engine's owner."""
+
+    output: RequestOutput
+    failure: str = ""
+    """The text of the exception that has ended the request, in one line; empty if none has, or if it has no text. Only
+    the owner may see it, since it may quote other requests: the output's `error` names its type."""
+
+
+class EngineSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and what it has done, for the owner who has run it."""
+
+    device: str
+    """Its kind and its platform, such as "TPU v5e (tpu)"."""
+    dtype: str
+    kv_cache_dtype: str
+    mesh: str
+    """How heads, MLP and vocabulary are spread over the devices; empty for one device."""
+    attention: str
+    """The attention backend, and why that one."""
+    rope: str
+    """Which factors of LongRoPE the rotary embedding has; empty for other embeddings."""
+    experts: str
+    """How the experts are computed; empty for a model without."""
+    memory: str
+    """What the memory of the device is used for."""
+    ends: str
+    """The tokens that end a reply; empty if none does."""
+    load_s: float
+    """Seconds in which the weights were loaded."""
+    block_size: int
+    """Tokens of a page."""
+    page_groups: str
+    """What is said behind a number of pages: " in 2 groups of layers", or nothing for one group."""
+    num_host_blocks: int
+    """Pages of the host pool that requests can use; 0 without one."""
+    stats: dict[str, Any]
+    """As `Engine.stats` returns them."""
+
+
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     """Return the output of a request that failed before it was queued, or whose own output could not be made.
 

@@ -9,7 +9,7 @@ from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from .flags import SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..outputs import EngineSummary
 
 SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """Sampling parameters that the summary always shows; it shows the others if they differ from the default."""
@@ -68,27 +68,26 @@ class SamplingSummary:
         return " · ".join(shown)
 
 
-def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_token_s: float) -> Iterator[str]:
+def summary(engine: EngineSummary, sampling: SamplingSummary, elapsed_s: float, first_token_s: float) -> Iterator[str]:
     """Yield the lines of the summary, after a blank one: device, memory, sampling, start times, throughput and pages.
 
     `elapsed_s` is the time of the run without compilation, `first_token_s` the time from the start of the process to
     the first token. Items that do not apply, such as swapped bytes when nothing was swapped, are left out. Example of a
     line: "start: load 2.1 s · compile 8.0 s · first token 12.3 s after process start".
     """
-    stats, sizes, step = engine.stats(), engine.sizes, engine.step_sizes
+    stats = engine.stats
     yield ""
-    device = f"{engine.device.device_kind} ({engine.device.platform})"
-    yield f"device: {device} · {step.dtype}, KV {step.kv_cache_dtype}"
-    if engine.mesh.size > 1:
-        yield f"mesh: {engine.handle.config.shares(engine.mesh.size)}"
+    yield f"device: {engine.device} · {engine.dtype}, KV {engine.kv_cache_dtype}"
+    if engine.mesh:
+        yield f"mesh: {engine.mesh}"
     yield f"attention: {engine.attention}"
-    if engine.handle.config.longrope:
-        yield f"rotary embedding: {engine.handle.config.longrope}"
+    if engine.rope:
+        yield f"rotary embedding: {engine.rope}"
     if engine.experts:
         yield f"experts: {engine.experts}"
     yield f"memory: {engine.memory}"
     yield f"sampling: {sampling}"
-    yield f"ends: {engine.handle.ends or 'none'}"
+    yield f"ends: {engine.ends or 'none'}"
     yield (
         f"start: load {engine.load_s:.1f} s · compile {stats['compile_seconds']:.1f} s · "
         f"first token {first_token_s:.1f} s after process start"
@@ -101,9 +100,8 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
         yield f"expert tokens: {balance_of_experts(stats['expert_tokens'])}"
     recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
     pages = [
-        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens{sizes.arithmetic.in_groups}",
-        # One host block is the null page, which no request uses.
-        sizes.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}",
+        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {engine.block_size} tokens{engine.page_groups}",
+        engine.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {engine.num_host_blocks}",
         f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
         stats["swap_bytes"] and f"swapped {stats['swap_bytes'] / 1e6:.1f} MB",
         stats["copies"] and f"copies on write {stats['copies']}",

@@ -163,8 +163,7 @@ class BatchRunner:
                 if isinstance(new, InvalidRequestError):
                     raise new
                 new = msgspec.structs.replace(new, request_id=request_id, number=own_number)
-                # This checks that the request fits, too.
-                named[request_id] = msgspec.structs.replace(new, policy_key=self.loop.core.policy_key(new))
+                named[request_id] = self.loop.checked(new)
             except InvalidRequestError as error:
                 if raises:
                     raise error.within(f"prompt {index}") from error

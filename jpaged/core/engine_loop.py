@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ..checks import one_line, refusal, shown
 from ..errors import ConfigError, EngineStoppedError
 from ..intake.request_builder import check_new_id
 from ..intake.sample_calls import as_request_ids, checked_fork, forbidden_token, sample_of, unfinished_request
 from ..messages import NewRequest
-from ..outputs import RequestOutput, SampleDelta, error_output
+from ..outputs import LastOutput, RequestOutput, SampleDelta, error_output
 from ..request import CacheKey, Request, RequestState, SampleSequence
 from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
@@ -112,6 +114,13 @@ class EngineLoop:
     def make(self, new: NewRequest, grammar: Matcher | None = None) -> Request:
         """Return a request that is not queued. Raise InvalidRequestError if it can never fit; see `EngineCore.make`."""
         return self.core.make(new, grammar)
+
+    def checked(self, new: NewRequest) -> NewRequest:
+        """Return a message with the key that the scheduling policy gives it, so that `make` need not check it again.
+
+        Raise InvalidRequestError if its request can never fit.
+        """
+        return msgspec.structs.replace(new, policy_key=self.core.policy_key(new))
 
     def queue(self, request: Request, inbox: Inbox | None = None) -> Request:
         """Queue a request of `make`, tagged with the present version of the weights, and return it.
@@ -248,6 +257,18 @@ class EngineLoop:
             self.check_open()
         finally:
             self.call("generate", partial(self.drop, inbox))
+
+    def run_messages(
+        self, messages: Iterable[NewRequest | None], *, stream: StreamSink | None = None
+    ) -> Iterator[LastOutput]:
+        """Compute the requests of messages of `checked`, as `run_requests` does with `on_error="return"`.
+
+        The exceptions that end requests are logged, once for each fault.
+        """
+        requests = (None if new is None else self.make(new) for new in messages)
+        for request, output in self.run_requests(requests, stream=stream, on_error="return"):
+            self.log_failure(request, is_repeat_logged=False)
+            yield LastOutput(output, "" if request.failure is None else one_line(request.failure))
 
     def last_outputs(self, requests: Iterable[Request]) -> list[tuple[Request, RequestOutput]]:
         """Return those of `requests` that have ended, each with its last output, and forget them."""

@@ -21,10 +21,10 @@ from .resume import FinishedRecords, resume_key
 from .run import Run
 
 if TYPE_CHECKING:
-    from ...engine import Engine
+    from ...messages import NewRequest
     from ...outputs import RequestOutput
-    from ...request import Request
     from ..summary import SamplingSummary
+    from .run import MessageEngine
 
 MAX_WARNINGS = 100
 """Different warnings that are told. A file may have as many as it has lines."""
@@ -77,7 +77,7 @@ class BatchRun(Run[BatchJob]):
         else:
             self.errors.finish()
 
-    def requests_of(self, engine: Engine, job: BatchJob, sampling: SamplingSummary) -> list[Request]:
+    def requests_of(self, engine: MessageEngine, job: BatchJob, sampling: SamplingSummary) -> list[NewRequest]:
         if self._parser is None:
             self._parser = RequestParser(engine.builder, self.served.names, is_strict=self.served.is_strict)
         try:
@@ -90,7 +90,8 @@ class BatchRun(Run[BatchJob]):
                 key = resume_key(self.options, job.digest)
                 ids.append(f"{key}-{index}" if index else key)
                 number = job.number + (index << LINE_BITS)
-                requests.append(engine.loop.make(msgspec.structs.replace(new, request_id=ids[-1], number=number)))
+                new = msgspec.structs.replace(new, request_id=ids[-1], number=number)
+                requests.append(engine.checked_message(new))
         except Exception as error:  # `http_error` logs those that are defects.
             self._refuse(job, http_error(error))
             return []

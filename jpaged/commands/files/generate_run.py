@@ -11,11 +11,11 @@ from .results import dump_line, output_record
 from .run import Run
 
 if TYPE_CHECKING:
-    from ...engine import Engine
+    from ...messages import NewRequest
     from ...outputs import RequestOutput
-    from ...request import Request
     from ...text.parsed_outputs import OutputParser
     from ..summary import SamplingSummary
+    from .run import MessageEngine
 
 
 class GenerateRun(Run[Job]):
@@ -24,13 +24,14 @@ class GenerateRun(Run[Job]):
     _parser: OutputParser | None = None
     """What reads the calls in answers to lines with tools."""
 
-    def requests_of(self, engine: Engine, job: Job, sampling: SamplingSummary) -> list[Request]:
+    def requests_of(self, engine: MessageEngine, job: Job, sampling: SamplingSummary) -> list[NewRequest]:
         """Return the request of a job; its id is the job's line number. The engine was sized for the first jobs."""
         sampling.note(job.params)
         if job.prompt.tools is not None:
             self._parser = engine.output_parser()
         try:
-            return [engine.prepare_request(str(job.number), job.prompt, job.checked, number=job.number)]
+            new = engine.builder.build_encoded(str(job.number), job.prompt, job.checked, number=job.number)
+            return [engine.checked_message(new)]
         except InvalidRequestError as error:  # A later job that does not fit.
             self._fail(job, error)
             return []

@@ -18,16 +18,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ...checks import one_line
 from ..progress import ProgressReport, say
 from .jobs import BadLine, DoneLine
 from .results import ResultFile, dump_line
 from .resume import FinishedRecords
 
 if TYPE_CHECKING:
-    from ...engine import Engine
-    from ...outputs import RequestOutput, SampleDelta
-    from ...request import Request
+    from ...intake.request_builder import RequestBuilder
+    from ...messages import NewRequest
+    from ...outputs import EngineSummary, LastOutput, RequestOutput, SampleDelta
+    from ...text.parsed_outputs import OutputParser
     from ..summary import SamplingSummary
 
 MAX_IN_A_ROW = 1000
@@ -55,6 +55,31 @@ class LineJob(Protocol):
 
     @property
     def number(self) -> int: ...
+
+
+class MessageEngine(Protocol):
+    """What computes the requests of a run: the calls of `Engine` that take and give plain values."""
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """Makes the messages of requests."""
+
+    def output_parser(self) -> OutputParser:
+        """Return what reads the outputs of the model."""
+
+    def checked_message(self, new: NewRequest) -> NewRequest:
+        """Return a message for `run_messages`; raise InvalidRequestError if its request can never fit."""
+
+    def run_messages(
+        self, messages: Iterable[NewRequest | None], *, stream: Callable[[list[SampleDelta]], None] | None = None
+    ) -> Iterator[LastOutput]:
+        """Compute the requests of messages, and yield the last output of each."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the start."""
+
+    def summary(self) -> EngineSummary:
+        """Return what the engine is and has done."""
 
 
 JobT = TypeVar("JobT", bound=LineJob)
@@ -171,7 +196,7 @@ class Run(ABC, Generic[JobT]):
         self._unwritten.clear()
 
     def compute(
-        self, engine: Engine, head: deque[JobT], rest: Iterator[JobT | None], sampling: SamplingSummary
+        self, engine: MessageEngine, head: deque[JobT], rest: Iterator[JobT | None], sampling: SamplingSummary
     ) -> RunTimes:
         """Run the jobs of `head` and then of `rest` on the engine; return how long that took.
 
@@ -185,13 +210,13 @@ class Run(ABC, Generic[JobT]):
         num_done = 0
         write_deltas = self.printer.stream if self.printer is not None and self.printer.is_stream else None
         with closing(ProgressReport()) as progress:
-            requests = self._requests(engine, chain(_drained(head), rest), sampling)
-            for request, output in engine.run_requests(requests, stream=write_deltas, on_error="return"):
-                if (time_s := request.first_token_time) is not None:
+            messages = self._messages(engine, chain(_drained(head), rest), sampling)
+            for last in engine.run_messages(messages, stream=write_deltas):
+                output = last.output
+                if (time_s := output.metrics.first_token_time) is not None:
                     first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
-                if output.error is not None:
-                    engine.log_failure(request, is_repeat_logged=False)  # The log has the traceback, once per fault.
-                    output = replace(output, error=_message_with_cause(output.error, request.failure))
+                if last.failure:
+                    output = replace(output, error=f"{output.error}: {last.failure}")
                 num_done += self._take(output)
                 if write_deltas is None:
                     progress("requests", num_done, num_done + self._num_open if self._are_all_made else None)
@@ -199,10 +224,10 @@ class Run(ABC, Generic[JobT]):
         elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
         return RunTimes(elapsed_s, first_token_time)
 
-    def _requests(
-        self, engine: Engine, jobs: Iterator[JobT | None], sampling: SamplingSummary
-    ) -> Iterator[Request | None]:
-        """Yield the engine's requests for each job, and a None for each None in `jobs`.
+    def _messages(
+        self, engine: MessageEngine, jobs: Iterator[JobT | None], sampling: SamplingSummary
+    ) -> Iterator[NewRequest | None]:
+        """Yield the requests of each job, and a None for each None in `jobs`.
 
         `_open_jobs` has the job until its requests have ended. The engine was sized for the first jobs. A later job
         that does not fit gets an error as its result instead. At the end `_are_all_made` is set, so that the total of
@@ -220,8 +245,8 @@ class Run(ABC, Generic[JobT]):
         self._are_all_made = True
 
     @abstractmethod
-    def requests_of(self, engine: Engine, job: JobT, sampling: SamplingSummary) -> list[Request]:
-        """Return the requests of a job, which are not queued; none if the job's error was recorded instead.
+    def requests_of(self, engine: MessageEngine, job: JobT, sampling: SamplingSummary) -> list[NewRequest]:
+        """Return the requests of a job, which the engine has checked; none if the job's error was recorded instead.
 
         Their ids belong to no other request of the run. `sampling` notes their parameters.
         """
@@ -353,8 +378,3 @@ def _knows_unicode(stream: Any) -> bool:
     """Return whether a text stream writes UTF-8, or has no encoding because it keeps text, as StringIO does."""
     encoding = getattr(stream, "encoding", None)
     return encoding is None or codecs.lookup(encoding).name == "utf-8"
-
-
-def _message_with_cause(error: str, failure: Exception | None) -> str:
-    """Return an output's error, followed by the text of the exception that caused it, if that has any."""
-    return error if failure is None or not str(failure) else f"{error}: {one_line(failure)}"

@@ -13,12 +13,12 @@ from .lines import LineSource
 from .run import JobT, Run
 
 if TYPE_CHECKING:
-    from ...engine import Engine
+    from .run import MessageEngine
 
 
 def compute_and_summarize(
     run: Run[JobT],
-    engine: Engine,
+    engine: MessageEngine,
     head: deque[JobT],
     jobs: Iterator[JobT | None],
     lines: LineSource | None,
@@ -44,5 +44,6 @@ def compute_and_summarize(
         text = f"{error}; {run.results.path} keeps every finished request: go on with --resume"
         raise OSError(text) from error
     started_time = time.monotonic() - seconds_since_start()
-    for line in summary(engine, sampling, times.elapsed_s, (times.first_token_time or started_time) - started_time):
+    first_token_s = (times.first_token_time or started_time) - started_time
+    for line in summary(engine.summary(), sampling, times.elapsed_s, first_token_s):
         say(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -58,6 +59,7 @@ def admin_routes(state: ServerState, guarded: Callable[[Handler], Handler]) -> l
         client = state.client
         folder = tempfile.mkdtemp(prefix="jpaged-profile-")
         if not await client.start_profile(folder):
+            Path(folder).rmdir()
             raise HTTPError(400, "a profile is being taken already; POST /stop_profile first")
         return json_response({"folder": folder})
 

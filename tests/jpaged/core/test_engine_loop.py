@@ -5,7 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jpaged import ConfigError, Engine, SamplingParams
+from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged.codec import decode, encode
+from jpaged.messages import NewRequest
+from jpaged.outputs import EngineSummary, LastOutput
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "block_size": 8, "num_blocks": 60}
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -159,3 +162,35 @@ def test_an_observer_that_raises_is_dropped_and_costs_no_request(engine, caplog)
 def test_a_stream_that_takes_no_deltas_is_refused_by_name(engine):
     with pytest.raises(ConfigError, match=r"^stream: got True, allowed: a function that takes"):
         list(engine.run_requests(stream=True))
+
+
+def test_messages_that_were_sent_are_computed_as_prompts_are_and_their_results_can_be_sent(engine, monkeypatch, caplog):
+    def sent(index):
+        new = engine.builder.build(f"line-{index}", PROMPTS[index], PARAMS, number=index)
+        return decode(encode(engine.checked_message(new)), NewRequest)
+
+    def failing(inputs):
+        raise ValueError("the device\nis gone")
+
+    wanted = tokens(engine.generate(PROMPTS, PARAMS))
+    found = list(engine.run_messages(sent(index) for index in range(3)))
+    assert [decode(encode(last), LastOutput) for last in found] == found
+    ended = {last.output.request_id: last for last in found}
+    assert tokens(ended[f"line-{index}"].output for index in range(3)) == wanted
+    assert {last.failure for last in found} == {""}
+    assert not caplog.records
+    summary = engine.summary()
+    assert decode(encode(summary), EngineSummary) == summary
+    monkeypatch.setattr(engine.runner, "dispatch", failing)
+    failed = list(engine.run_messages(sent(index) for index in range(3)))
+    assert {last.failure for last in failed} == {"the device is gone"}
+    assert all("gone" not in last.output.error for last in failed), "the text is for the owner alone"
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+
+
+def test_a_message_that_can_never_fit_is_refused_before_it_is_computed(tiny):
+    with Engine(tiny, warmup="off", **{**SIZES, "num_blocks": 10}) as engine:
+        params = SamplingParams(n=4, max_tokens=60, detokenize=False)
+        many = engine.builder.build("many", PROMPTS[0], params, number=0)
+        with pytest.raises(InvalidRequestError, match="pages"):
+            engine.checked_message(many)

@@ -331,7 +331,8 @@ def test_a_kept_request_with_a_pinned_prefix_ends_well(tiny):
 def test_a_request_that_was_prepared_before_an_update_belongs_to_the_weights_that_it_meets(engine, drawn):
     begin(engine)
     encoded = engine.builder.encoder.encode(PROMPTS[0])
-    request = engine.prepare_request("later", encoded, CheckedParams(PARAMS), number=0)
+    message = engine.builder.build_encoded("later", encoded, CheckedParams(PARAMS), number=0)
+    request = engine.loop.make(message)
     engine.update_params(NEW, in_flight="keep")
     step(engine)
     (output,) = engine.run_until_done([request])

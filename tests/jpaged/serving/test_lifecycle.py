@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +103,16 @@ def test_admin_routes_pause_sleep_and_forget(served: Served, tiny: str, log: Pat
     with serving(tiny, *(flag for flag in FLAGS if flag != "--enable-admin"), log=log, awaits=False) as plain:
         for path in ("/sleep", "/pause", "/reset_prefix_cache", "/start_profile"):
             assert plain.request(path, {})[0] == 404
+
+
+def test_one_profile_is_taken_at_a_time(served: Served):
+    status, _, found = served.request("/start_profile", {})
+    assert status == 200
+    assert served.request("/start_profile", {})[0] == 400
+    assert served.request("/stop_profile", {})[0] == 200
+    assert list(Path(found["folder"]).rglob("*.xplane.pb"))
+    assert served.request("/stop_profile", {})[0] == 400
+    shutil.rmtree(found["folder"])
 
 
 def test_health_tells_the_phase_of_the_start_and_requests_wait_for_it(tiny: str, log: Path):
