@@ -42,7 +42,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[Message]) -> Message
     Raise msgspec.DecodeError if the bytes are no msgpack or no such message; for parameters of a request that their
     class refuses it has their class's words.
     """
-    return cast(Message, _decoder(kind).decode(data))
+    return cast(Message, _decoder(cast(type, kind)).decode(data))
 
 
 class PackedRequests(msgspec.Struct, frozen=True, array_like=True):
