@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.remote.core_client import CoreStatus
 from jpaged.serving.http import server_state
 from jpaged.serving.http.server_state import ServerState, StartedEngine
 from jpaged.serving.options import ServeOptions, served_limits
@@ -22,6 +23,19 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.005)
+
+
+def status_of(plan: CompilePlan) -> CoreStatus:
+    """Return the status of a core that has a plan and nothing else."""
+    num_done, num_programs = plan.progress
+    return CoreStatus(
+        is_alive=True,
+        is_sleeping=False,
+        num_programs_done=num_done,
+        num_programs=num_programs,
+        held_s=plan.pauses.held_s,
+        is_compiling=plan.is_compiling,
+    )
 
 
 def test_the_rest_of_compiling_is_told_without_what_is_held_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +57,10 @@ def test_the_rest_of_compiling_is_told_without_what_is_held_for_requests(monkeyp
     monkeypatch.setattr(server_state, "time", SimpleNamespace(monotonic=clock, time=time.time))
     plan = CompilePlan({"a": first, **dict.fromkeys("bcd", other)})
     state = ServerState(ServeOptions(), ("tiny",), served_limits({}), "0")
-    engine: Any = SimpleNamespace(engine=SimpleNamespace(plan=plan), is_alive=True, is_sleeping=lambda: False)
     unused: Any = None
-    state._started = StartedEngine(engine, unused, unused, "tiny")
+    state._started = StartedEngine(unused, unused, unused, "tiny")
+    client: Any = SimpleNamespace(status=lambda: status_of(plan))
+    state._client = client
     plan.pauses.begin_requests()
     plan.start_behind("abcd")
     wait_for(lambda: plan.is_held)
