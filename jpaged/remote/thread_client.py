@@ -176,7 +176,7 @@ def _call_all(deliveries: list[Delivery]) -> None:
         delivery.call()
 
 
-async def _did(call: Callable[..., None], *args: Any) -> bool:
+async def _did(call: Callable[..., object], *args: Any) -> bool:
     """Make a call of JAX's profiler on a worker; return False if the profiler refuses it in its present state."""
     try:
         await asyncio.to_thread(call, *args)
