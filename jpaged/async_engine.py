@@ -64,15 +64,20 @@ class AsyncEngine:
         return cls.from_engine(engine, stat_loggers=stat_loggers)
 
     @classmethod
-    def from_engine(cls, engine: Engine, *, stat_loggers: Sequence[StatLogger] = ()) -> Self:
-        """Wrap an engine that exists. It belongs to this object from now on, which shuts it down."""
+    def from_engine(
+        cls, engine: Engine, *, stat_loggers: Sequence[StatLogger] = (), counts_requests: bool = False
+    ) -> Self:
+        """Wrap an engine that exists. It belongs to this object from now on, which shuts it down.
+
+        With `counts_requests`, snapshots of the client tell counts and times of steps and requests.
+        """
         self = cls.__new__(cls)
-        self._start(engine, stat_loggers)
+        self._start(engine, stat_loggers, counts_requests=counts_requests)
         return self
 
-    def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger]) -> None:
+    def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger], *, counts_requests: bool = False) -> None:
         self.engine = engine
-        self.client = ThreadClient(engine, stat_loggers)
+        self.client = ThreadClient(engine, stat_loggers, counts_requests=counts_requests)
         self._streams: dict[str, set[OutputStream]] = {}
         """The open streams of `generate` by their callers' ids."""
 

@@ -70,6 +70,8 @@ class SampleDelta(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None
     marks: tuple[Mark, ...] = ()
     """Those in `text`, in order: of the tokens that the request has named, the one that ended the sample apart."""
+    start: int = 0
+    """How many output tokens of the sample came in earlier deltas: the index of the first of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _start_engine(
     parser = RequestParser(engine.builder, state.model_names, is_strict=state.options.strict)
     say(f"ready: {state.model_names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
     identity = f"{engine.config} {engine.backend.name} {template}"
-    async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
+    async_engine = AsyncEngine.from_engine(engine, counts_requests=True)
     return StartedEngine(async_engine, parser, ParserProcess(parser), identity)
 
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 import atexit
 import logging
 import queue
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import msgspec
 
 from ..errors import EngineStoppedError
 from ..messages import NewRequest
@@ -92,20 +89,15 @@ class CoreThread:
         loop: EngineLoop,
         deliver: Deliver,
         *,
-        take_numbers: Callable[[int], int],
         on_ended: Callable[[Request], None],
     ):
-        """Start the thread. `take_numbers(n)` reserves n consecutive numbers of requests, and returns the first.
-
-        `on_ended` is told of each request that has ended, on this thread.
-        """
+        """Start the thread. `on_ended` is told of each request that has ended, on this thread."""
         self.loop = loop
         self.is_paused = False
         """While true, no step is computed; requests are taken and wait."""
         self.error: BaseException | None = None
         """What has ended the thread; None while it runs."""
-        self._deliver, self._take_numbers, self._on_ended = deliver, take_numbers, on_ended
-        self._id_prefix = secrets.token_hex(4)
+        self._deliver, self._on_ended = deliver, on_ended
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._subscriptions: dict[Reader, _Subscription] = {}
         """Those of readers with requests whose last output was not made yet."""
@@ -139,8 +131,8 @@ class CoreThread:
     ) -> None:
         """Queue the requests of some messages, all of them or none, for a reader that has none yet.
 
-        Their ids and their numbers are given here; `callback` gets the ids in the order of the messages. It gets
-        InvalidRequestError if one can never fit, and QueueFullError if there is no room for all.
+        Their ids are those of no other requests. `callback` gets InvalidRequestError if one can never fit, and
+        QueueFullError if there is no room for all.
         """
         self.call(partial(self._add, messages, grammars, reader, takes_deltas), callback)
 
@@ -286,20 +278,14 @@ class CoreThread:
 
     def _add(
         self, messages: Sequence[NewRequest], grammars: Sequence[Matcher | None], reader: Reader, takes_deltas: bool
-    ) -> list[str]:
-        """Queue requests, all or none; return their ids."""
+    ) -> None:
+        """Queue requests, all or none."""
         self.loop.check_ready("generate")
-        first_number = self._take_numbers(len(messages))
-        named = [
-            msgspec.structs.replace(message, request_id=f"{self._id_prefix}-{number}", number=number)
-            for number, message in enumerate(messages, first_number)
-        ]
-        requests = [self.loop.make(new, grammar) for new, grammar in zip(named, grammars, strict=True)]
+        requests = [self.loop.make(new, grammar) for new, grammar in zip(messages, grammars, strict=True)]
         self.loop.scheduler.waiting.check_room(*requests)
         subscription = self._subscriptions[reader] = _Subscription(takes_deltas)
         for request in requests:
             self.loop.queue(request, subscription.inbox)
-        return [request.request_id for request in requests]
 
     def _drop(self, reader: Reader) -> None:
         """End and forget the requests of a reader, also those that had ended before it took their last output."""

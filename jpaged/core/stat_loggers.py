@@ -74,6 +74,10 @@ class StatLoggers:
     def __init__(self, loggers: Iterable[StatLogger]):
         self._loggers = list(loggers)
 
+    def __bool__(self) -> bool:
+        """Return whether there is a logger that is told."""
+        return bool(self._loggers)
+
     def dispatched(self, record: StepRecord) -> None:
         """Note a step that was started."""
         self._tell(lambda one: one.dispatched(record))

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from ..checks import is_integer, is_number, refusal, sent_as, shown
@@ -36,15 +37,17 @@ class RequestBuilder:
         self.sampling_defaults = sampling_defaults
         self.num_requests = 0
         """Requests so far that have got their number from this count."""
+        self._count_lock = Lock()
 
     def default_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
 
     def take_numbers(self, count: int) -> int:
-        """Count so many requests, and return the number of the first of them. Runs between steps."""
-        self.num_requests += count
-        return self.num_requests - count
+        """Count so many requests, and return the number of the first of them. Any thread may call."""
+        with self._count_lock:
+            self.num_requests += count
+            return self.num_requests - count
 
     def build(
         self,

@@ -9,12 +9,14 @@ frozen records. Knows no engine.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from ..core.request_counts import RequestCounts
 from ..messages import NewRequest
 from ..outputs import StepOutputs
 
@@ -46,6 +48,23 @@ class CoreSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     expert_tokens: dict[int, list[int]] = {}
     """Layer → how many tokens have chosen each expert, in the steps that the device is done with. Empty unless the
     engine counts them."""
+    requests: RequestCounts | None = None
+    """Counts and times of steps and requests, of a client that counts them."""
+
+
+class RequestNames:
+    """Gives requests their ids, which no other requests have, and their numbers."""
+
+    def __init__(self, take_numbers: Callable[[int], int]):
+        """`take_numbers(n)` reserves n consecutive numbers, and returns the first."""
+        self._take_numbers, self._prefix = take_numbers, secrets.token_hex(4)
+
+    def named(self, messages: Sequence[NewRequest]) -> list[NewRequest]:
+        """Return the messages with the next ids and numbers."""
+        return [
+            msgspec.structs.replace(message, request_id=f"{self._prefix}-{number}", number=number)
+            for number, message in enumerate(messages, self._take_numbers(len(messages)))
+        ]
 
 
 class CoreClient(ABC):
@@ -58,9 +77,9 @@ class CoreClient(ABC):
     async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
         """Queue the requests of some messages, all of them or none, and return the stream of their outputs.
 
-        The core gives them their ids and numbers, and compiles their grammars. With `takes_deltas` the stream gets
-        deltas, else outputs. The caller closes it. Raise InvalidRequestError if a request can never fit, and
-        QueueFullError if there is no room for all.
+        The client gives them their ids and numbers, and the core compiles their grammars. With `takes_deltas` the
+        stream gets deltas, else outputs. The caller closes it. Raise InvalidRequestError if a request can never fit,
+        and QueueFullError if there is no room for all.
         """
 
     @abstractmethod
@@ -127,11 +146,13 @@ class CoreClient(ABC):
 class OutputStream:
     """The outputs of some requests as their reader, one task of an event loop, takes them."""
 
-    def __init__(self, client: CoreClient):
-        """Start without outputs, in the event loop that runs."""
+    def __init__(self, client: CoreClient, request_ids: list[str]):
+        """Start without outputs, in the event loop that runs.
+
+        `request_ids` are the core's ids of the requests, in the order of their messages.
+        """
         self.loop = asyncio.get_running_loop()
-        self.request_ids: list[str] = []
-        """The core's ids of the requests, in the order of their messages."""
+        self.request_ids = request_ids
         self._client = client
         self._outputs: StepOutputs | None = None
         self._error: Exception | None = None

@@ -8,11 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.core_thread import CoreThread, Delivery, ResultCallback
+from ..core.request_counts import RequestCounter
 from ..core.stat_loggers import StatLogger, StatLoggers
 from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..text.grammar.grammar import Matcher
-from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -23,26 +24,29 @@ Result = TypeVar("Result")
 class ThreadClient(CoreClient):
     """Takes the calls of tasks to the thread that owns the engine, and its answers and outputs to their event loops."""
 
-    def __init__(self, engine: Engine, stat_loggers: Sequence[StatLogger] = ()):
+    def __init__(self, engine: Engine, stat_loggers: Sequence[StatLogger] = (), *, counts_requests: bool = False):
         """Start the thread. The engine belongs to this client from now on, which shuts it down.
 
-        `stat_loggers` are told of each step and of each ended request, on the thread.
+        `stat_loggers` are told of each step and of each ended request, on the thread. With `counts_requests`, so is
+        what counts them for `snapshot`.
         """
-        loggers = StatLoggers(stat_loggers)
-        if stat_loggers:
+        self._counter = RequestCounter() if counts_requests else None
+        loggers = StatLoggers(stat_loggers if self._counter is None else [*stat_loggers, self._counter])
+        if loggers:
             engine.core.observer = loggers
         self._engine = engine
-        take_numbers = engine.builder.take_numbers
-        self._core = CoreThread(engine.loop, _deliver, take_numbers=take_numbers, on_ended=loggers.ended)
+        self._names = RequestNames(engine.builder.take_numbers)
+        self._core = CoreThread(engine.loop, _deliver, on_ended=loggers.ended)
 
     async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
         grammars: list[Matcher | None] = [None] * len(messages)
         if any(message.grammar for message in messages):  # One that has to be compiled would delay the next step.
             grammars = await asyncio.to_thread(self._matchers, messages)
-        stream = OutputStream(self)
-        add = partial(self._core.add, messages, grammars, stream, takes_deltas=takes_deltas)
+        named = self._names.named(messages)
+        stream = OutputStream(self, [message.request_id for message in named])
+        add = partial(self._core.add, named, grammars, stream, takes_deltas=takes_deltas)
         try:
-            stream.request_ids = await self._answer(add)
+            await self._answer(add)
         except BaseException:  # Cancelled while the requests may be queued already.
             stream.close()
             raise
@@ -111,6 +115,7 @@ class ThreadClient(CoreClient):
             stats=engine.loop.stats(),
             block_size=engine.step_sizes.block_size,
             expert_tokens=engine.expert_tokens_by_layer(),
+            requests=None if self._counter is None else self._counter.counts(),
         )
 
     async def stats(self) -> dict[str, Any]:

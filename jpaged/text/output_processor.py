@@ -326,6 +326,7 @@ class OutputProcessor:
                 state.finish_reason,
                 sequence.stop_reason,
                 marks,
+                start,
             )
             deltas.append(delta)
         return deltas

@@ -137,7 +137,7 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str, template: 
         engine.core.runner = runner = PacedRunner(engine, float(step_ms) / 1e3)  # type: ignore[assignment]
         if template:
             engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
-        async_engine = AsyncEngine.from_engine(engine, stat_loggers=[state.metrics])
+        async_engine = AsyncEngine.from_engine(engine, counts_requests=True)
         Path(port_file).write_text(str(listeners[0].getsockname()[1]))
         parser = RequestParser(engine.builder, ("bench",))
         return StartedEngine(async_engine, parser, ParserProcess(parser), "bench")

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from jpaged import AsyncEngine, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
+from jpaged.core.request_counts import RequestCounter
 from jpaged.core.stat_loggers import EndedRequest
 from jpaged.core.step_record import StepRecord
 from jpaged.errors import EngineStoppedError
 from jpaged.messages import NewRequest
 from jpaged.outputs import Mark, SampleDelta
-from jpaged.serving.metrics import ServerMetrics
 
 from .tiny_model import SIZES
 
@@ -209,7 +209,7 @@ def test_loggers_learn_of_each_request_once_and_metrics_keep_nothing_of_it(make)
         assert not metrics._last_token_s
         assert not metrics._prompt_end_s
 
-    metrics = ServerMetrics("tiny")
+    metrics = RequestCounter()
     engine = make(stat_loggers=[metrics])
     asyncio.run(run())
 

@@ -20,20 +20,12 @@ from dataclasses import replace
 from typing import IO, Any, Self
 
 import msgspec
-import tokenizers
 
 from ... import codec
 from ...checks import one_line
 from ...codec import PackedRequests
-from ...config.engine_config import EngineConfig
-from ...intake.request_builder import RequestBuilder
-from ...sampling.logit_rules_spec import LogitRulesSpec
+from ...intake.builder_setup import BuilderSetup, builder_of, setup_of
 from ...startup.import_path import import_path
-from ...step.step_sizes import StepSizes
-from ...text.grammar.grammar import Grammars
-from ...text.prompts import PromptEncoder
-from ...text.tokenizing.sentencepiece_tokenizer import SentencePieces
-from ...text.tokenizing.tokenizer import Tokenizer
 from .generation_request import GenerationRequest
 from .http_errors import HTTPError, http_error
 from .request_parser import ParserResponse, RequestParser
@@ -47,8 +39,6 @@ NICENESS = 5
 """Added to the process's niceness, so that the server's threads come first."""
 PARENT_POLL_S = 1.0
 """Seconds between two looks of the process whether its parent has died."""
-CONFIG_FIELDS = ("model", "limits", "max_logprobs", "scheduling_policy", "logprobs_mode")
-"""Options of the engine that a parser reads."""
 
 
 class _Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,28 +46,10 @@ class _Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     is_strict: bool
-    config: dict[str, Any]
-    sizes: StepSizes
-    sampling_defaults: dict[str, Any]
-    vocab_size: int
-    eos_token_ids: frozenset[int]
     chat_template: str | None
     """The template that replaces the model's own."""
-    tool_call_parser: str | None
-    reasoning_parser: str | None
-    tokenizer: str | None
-    """The tokenizer as JSON of the package `tokenizers`; None for an engine without one."""
-    sentence_pieces: SentencePieces | None = None
-    """What splits its texts, if it was read from a file of SentencePiece; not part of that JSON."""
-    splits_special_tokens: bool = False
-    """Whether special tokens that a text spells out are plain text. That JSON does not say it."""
-    special_tokens: dict[str, str] = {}
-    tokenizer_template: str | None = None
-    """The model's own chat template."""
-    tool_template: str | None = None
-    """Its own one for chats with tools."""
-    response_template: Any = None
-    """What its files say of its answers."""
+    builder: bytes
+    """The `BuilderSetup` of its builder, encoded."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -118,9 +90,13 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 class ParserProcess:
     """A process that parses bodies, one at a time. It starts with the first, and again after it has died."""
 
-    def __init__(self, parser: RequestParser):
-        """Prepare a process that parses as `parser` does; takes up to half a second for a large vocabulary."""
-        self._setup = codec.encode(_setup_of(parser))
+    def __init__(self, parser: RequestParser, builder_setup: bytes | None = None):
+        """Prepare a process that parses as `parser` does.
+
+        `builder_setup` is the encoded `BuilderSetup` of its builder, if there is one already; to make it takes up to
+        half a second for a large vocabulary.
+        """
+        self._setup = codec.encode(_setup_of(parser, builder_setup))
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         """Held while `_body` changes, and while the process is killed because of that."""
@@ -197,59 +173,19 @@ class ParserProcess:
         return self._process
 
 
-def _setup_of(parser: RequestParser) -> _Setup:
-    """Return what makes the same parser in another process."""
-    builder, encoder = parser.builder, parser.builder.encoder
-    assert not encoder.rules_spec.processors, "a server's engine has no processors, which are functions"
-    tokenizer = encoder.tokenizer
+def _setup_of(parser: RequestParser, builder_setup: bytes | None = None) -> _Setup:
+    """Return what makes the same parser in another process; see `ParserProcess`."""
     return _Setup(
         names=parser.names,
         is_strict=parser.is_strict,
-        config={name: getattr(builder.config, name) for name in CONFIG_FIELDS},
-        sizes=builder.sizes,
-        sampling_defaults=dict(builder.sampling_defaults),
-        vocab_size=encoder.vocab_size,
-        eos_token_ids=encoder.eos_token_ids,
-        chat_template=encoder.chat_template,
-        tool_call_parser=encoder.tool_call_parser,
-        reasoning_parser=encoder.reasoning_parser,
-        tokenizer=None if tokenizer is None else tokenizer.to_json(),
-        sentence_pieces=None if tokenizer is None else tokenizer.sentence_pieces,
-        splits_special_tokens=tokenizer is not None and tokenizer.backend.encode_special_tokens,
-        special_tokens={} if tokenizer is None else tokenizer.special_tokens,
-        tokenizer_template=None if tokenizer is None else tokenizer.chat_template,
-        tool_template=None if tokenizer is None else tokenizer.tool_template,
-        response_template=None if tokenizer is None else tokenizer.response_template,
+        chat_template=parser.builder.encoder.chat_template,
+        builder=codec.encode(setup_of(parser.builder)) if builder_setup is None else builder_setup,
     )
 
 
 def _parser_of(setup: _Setup) -> RequestParser:
     """Return the parser that `_setup_of` was given."""
-    config, tokenizer, grammars = EngineConfig(**setup.config), None, None
-    if setup.tokenizer is not None:
-        backend = tokenizers.Tokenizer.from_str(setup.tokenizer)
-        backend.encode_special_tokens = setup.splits_special_tokens
-        tokenizer = Tokenizer(
-            backend,
-            setup.special_tokens,
-            chat_template=setup.tokenizer_template,
-            tool_template=setup.tool_template,
-            sentence_pieces=setup.sentence_pieces,
-            response_template=setup.response_template,
-        )
-        grammars = Grammars(tokenizer, setup.vocab_size, setup.eos_token_ids)
-    encoder = PromptEncoder(
-        tokenizer,
-        LogitRulesSpec(setup.vocab_size, eos_token_ids=setup.eos_token_ids),
-        setup.sizes.max_model_len,
-        setup.chat_template,
-        config.limits,
-        setup.eos_token_ids,
-        grammars,
-        setup.tool_call_parser,
-        setup.reasoning_parser,
-    )
-    builder = RequestBuilder(config, encoder, setup.sizes, setup.sampling_defaults)
+    builder = builder_of(codec.decode(setup.builder, BuilderSetup), chat_template=setup.chat_template)
     return RequestParser(builder, setup.names, is_strict=setup.is_strict)
 
 
