@@ -10,25 +10,31 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from .checks import refusal, shown
+from .checks import check, one_of, refusal, shown
 from .config.engine_config import EngineConfig
 from .core.stat_loggers import StatLogger
+from .errors import ConfigError, JpagedError
+from .intake.request_builder import RequestBuilder
 from .messages import NewRequest, Params
 from .outputs import RequestOutput
-from .remote.core_client import OutputStream
+from .remote.core_client import CoreClient, OutputStream
 from .remote.thread_client import ThreadClient
 from .sampling.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .remote.process_client import ProcessClient
     from .startup.build_engine import Progress
     from .startup.open_model import ModelHandle
 
 Result = TypeVar("Result")
+CORES = ("thread", "process")
+"""Where steps can be computed."""
 
 
 class AsyncEngine:
@@ -37,13 +43,32 @@ class AsyncEngine:
     `generate` gives the outputs of a request as they come. A thread of its own computes the steps; requests, aborts and
     other calls enter between two steps. The `Engine` itself is the attribute `engine`; those of its calls that are
     missing here, such as `score`, can be awaited by `call`.
+
+    With `core="process"` the engine is in a process of its own, and this one loads no JAX. What Python alone can give
+    is refused then: `engine`, `call`, `update_params`, loggers, and options such as `mesh` or `params`.
     """
 
-    def __init__(self, model: str | None = None, *, stat_loggers: Sequence[StatLogger] = (), **options: Any):
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        core: str = "thread",
+        stat_loggers: Sequence[StatLogger] = (),
+        **options: Any,
+    ):
         """Load a model; the other arguments are those of `Engine`. Raise ConfigError or ModelLoadError.
 
+        `core` is where steps are computed: in a thread, or in a process, where requests and streams wait for no step.
         `stat_loggers` are told of each step and of each ended request, on the thread that computes steps.
         """
+        if check_core(core, stat_loggers) == "process":
+            if not isinstance(model, str | None):
+                raise _needs_thread("model", f"a {type(model).__name__}")
+            config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+            from .remote.process_client import ProcessClient  # This needs a package of the extra `serve`.
+
+            self._start_process(config, ProcessClient(config))
+            return
         from .engine import Engine  # This loads JAX.
 
         self._start(Engine(model, **options), stat_loggers)
@@ -75,16 +100,40 @@ class AsyncEngine:
         self._start(engine, stat_loggers, counts_requests=counts_requests)
         return self
 
+    @classmethod
+    def from_process(cls, config: EngineConfig, client: ProcessClient) -> Self:
+        """Wrap a core process that was started with a config. It belongs to this object from now on."""
+        self = cls.__new__(cls)
+        self._start_process(config, client)
+        return self
+
     def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger], *, counts_requests: bool = False) -> None:
-        self.engine = engine
-        self.client = ThreadClient(engine, stat_loggers, counts_requests=counts_requests)
+        self._engine: Engine | None = engine
+        self.config = engine.config
+        """The options of the engine."""
+        self._set_client(ThreadClient(engine, stat_loggers, counts_requests=counts_requests))
+
+    def _start_process(self, config: EngineConfig, client: ProcessClient) -> None:
+        self._engine, self.config = None, config
+        self._builder = client.builder()
+        self._set_client(client)
+
+    def _set_client(self, client: CoreClient) -> None:
+        self.client = client
         self._streams: dict[str, set[OutputStream]] = {}
         """The open streams of `generate` by their callers' ids."""
 
     @property
-    def config(self) -> EngineConfig:
-        """Return the options of the engine."""
-        return self.engine.config
+    def engine(self) -> Engine:
+        """Return the engine itself. Raise ConfigError for one in a process of its own."""
+        if self._engine is None:
+            raise _needs_thread("engine", "a call of it")
+        return self._engine
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """Return what checks requests."""
+        return self._builder if self._engine is None else self._engine.builder
 
     @property
     def is_alive(self) -> bool:
@@ -110,7 +159,7 @@ class AsyncEngine:
         """
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise refusal("request_id", shown(request_id), "a non-empty string")
-        build = partial(self.engine.builder.build, "", prompt, sampling_params, number=0, priority=priority)
+        build = partial(self.builder.build, "", prompt, sampling_params, number=0, priority=priority)
         message = await asyncio.to_thread(build)
         kind = message.params.output_kind if isinstance(message.params, SamplingParams) else None
         message = msgspec.structs.replace(message, is_streamed=kind not in (None, RequestOutputKind.FINAL_ONLY))
@@ -144,6 +193,8 @@ class AsyncEngine:
 
         It runs on a thread of the event loop's pool; what it changes is changed between two steps.
         """
+        if not isinstance(self.client, ThreadClient):
+            raise _needs_thread("call", "a function")
         return await self.client.call(function, *args, **options)
 
     async def abort(self, request_id: str, *, sample: int | None = None) -> None:
@@ -171,6 +222,8 @@ class AsyncEngine:
 
     async def update_params(self, params: Any, **options: Any) -> Any:
         """Take new weights; see `Engine.update_params`."""
+        if self._engine is None:
+            raise _needs_thread("update_params", "a tree of arrays")
         return await self.call(self.engine.update_params, params, **options)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -206,3 +259,22 @@ class AsyncEngine:
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.shutdown)
+
+
+def check_core(core: str, stat_loggers: Sequence[StatLogger] = ()) -> str:
+    """Return where steps are computed.
+
+    Raise ConfigError for a word that is none, for loggers with a process, and if the package for processes is missing.
+    """
+    check("core", core, one_of(*CORES), error=ConfigError)
+    if core == "process" and stat_loggers:
+        raise _needs_thread("stat_loggers", "some")
+    if core == "process" and find_spec("zmq") is None:
+        way_out = "run: pip install 'jpaged[serve]'"
+        raise refusal("core", "process and no package zmq", "the extra serve", way_out, error=ConfigError)
+    return core
+
+
+def _needs_thread(name: str, got: str) -> JpagedError:
+    """Return the error for what an engine in another process cannot have."""
+    return refusal(name, f"{got} with a core process", "none there", 'take core="thread"', error=ConfigError)

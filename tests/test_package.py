@@ -284,7 +284,8 @@ def test_base_dependencies_are_all_that_the_package_imports() -> None:
     declared = {name.split(">")[0].lower().replace("-", "_") for name in requirements}
     used = {name.split(".")[0] for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in imports(path)}
     foreign = {name for name in used if name not in sys.stdlib_module_names and name != "jpaged"}
-    # A namespace that several packages share.
-    foreign = {"opentelemetry_sdk" if name == "opentelemetry" else name for name in foreign}
+    # A namespace that several packages share, and a module of another name than its package.
+    packages = {"opentelemetry": "opentelemetry_sdk", "zmq": "pyzmq"}
+    foreign = {packages.get(name, name) for name in foreign}
     # safetensors and the others import under the names they are installed by.
     assert {name.lower() for name in foreign} <= declared

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Self
 
 from ..checks import one_line
-from ..errors import JpagedError, ModelLoadError
+from ..errors import EngineStoppedError, JpagedError, ModelLoadError
 from ..startup.sizing.device_memory import reserve_device_memory
 from .progress import say
 
@@ -49,10 +49,10 @@ def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
 def _status_of(error: BaseException) -> int:
     """Print an error of the user or the system as one line on stderr and return 1; raise any other error, a bug, again.
 
-    Errors of the user are those of jpaged, errors of the system are OSErrors. A broken pipe is not printed: it is how
-    `| head` ends a command.
+    Errors of the user are those of jpaged, errors of the system are OSErrors and the end of a core process. A broken
+    pipe is not printed: it is how `| head` ends a command.
     """
-    if isinstance(error, JpagedError | ModelLoadError):
+    if isinstance(error, JpagedError | ModelLoadError | EngineStoppedError):
         say(f"error: {one_line(error, 10_000)}")
     elif isinstance(error, BrokenPipeError):  # With None, Python does not try to flush stdout again when it exits.
         sys.stdout = None  # type: ignore[assignment]

@@ -26,6 +26,7 @@ from .progress import ProgressReport, say
 from .template_file import read_template
 
 if TYPE_CHECKING:
+    from ..async_engine import AsyncEngine
     from ..serving.http.server_state import ServerState, StartedEngine
     from ..startup.open_model import ModelHandle
 
@@ -45,20 +46,24 @@ def _run(argv: list[str]) -> int:
         way_out = "run: pip install 'jpaged[serve]'"
         raise refusal("serve", f"no package {missing[0]}", "the extra serve", way_out, error=ConfigError)
     from .. import __version__
+    from ..async_engine import check_core
     from ..serving.options import ServeOptions, bind
 
     given = {one.name: value for one in fields(ServeOptions) if (value := getattr(args, one.name)) is not None}
     options = ServeOptions(**given)
+    check_core(options.core)
     keys = options.read_keys()
     template = None if options.chat_template is None else read_template(options.chat_template)
     config = _config(args)
     listeners = bind(options)
-    with interrupts_held():  # This imports JAX, which would crash if an interrupt came during the import.
+    with interrupts_held():  # With a thread this imports JAX, which would crash if an interrupt came meanwhile.
         from ..serving.http.http_protocol import BACKLOG
         from ..serving.http.server import addresses_of, run_server
         from ..serving.http.server_state import ServerState
-        from ..startup.open_model import open_model
-    handle = open_model(config)
+
+        if options.core == "thread":
+            from ..startup.open_model import open_model
+    handle = open_model(config) if options.core == "thread" else None
     state = ServerState(options, options.served_model_name or (config.model,), config.limits, __version__)
     for listener in listeners:
         listener.listen(BACKLOG)
@@ -66,7 +71,10 @@ def _run(argv: list[str]) -> int:
     guarded = f"{len(keys)} key{'s' * (len(keys) != 1)}" if keys else "no key"
     say(f"listening at {addresses_of(options, listeners)} ({guarded})")
     with closing(ProgressReport()) as progress:
-        start = partial(_start_engine, config, handle, template, state, progress)
+        if handle is None:
+            start = partial(_start_process, config, template, state, progress)
+        else:
+            start = partial(_start_engine, config, handle, template, state, progress)
         return run_server(state, listeners, start, keys=keys)
 
 
@@ -88,24 +96,63 @@ def _start_engine(
     """Make the engine of a server, and the parser of its requests. `state` and `progress` learn how far this is."""
     from ..async_engine import AsyncEngine
     from ..engine import Engine
+
+    with garbage_uncollected():  # Else a collection looks through all of it while programs are compiled behind.
+        engine = Engine.from_engine_args(
+            config, handle, progress=partial(_report, state, progress), keeps_programs=True, compiles_behind=True
+        )
+    async_engine = AsyncEngine.from_engine(engine, counts_requests=True)
+    progress.close()
+    identity = f"{engine.config} {engine.backend.name}"
+    return _started(async_engine, state, template, memory=engine.memory, identity=identity)
+
+
+def _start_process(
+    config: EngineConfig, template: str | None, state: ServerState, progress: ProgressReport
+) -> StartedEngine:
+    """Let a core process make the engine, and make the parser of its requests here, as `_start_engine` does."""
+    from ..async_engine import AsyncEngine
+    from ..remote.process_client import ProcessClient
+
+    options = {"keeps_programs": True, "compiles_behind": True}
+    client = ProcessClient(config, options=options, progress=partial(_report, state, progress))
+    progress.close()
+    return _started(
+        AsyncEngine.from_process(config, client),
+        state,
+        template,
+        memory=client.memory,
+        identity=client.identity,
+        builder_setup=client.builder_setup,
+    )
+
+
+def _report(state: ServerState, progress: ProgressReport, name: str, done: int, total: int) -> None:
+    """Tell both how far the start is."""
+    progress(name, done, total)
+    state.report(name, done, total)
+
+
+def _started(
+    engine: AsyncEngine,
+    state: ServerState,
+    template: str | None,
+    *,
+    memory: str,
+    identity: str,
+    builder_setup: bytes | None = None,
+) -> StartedEngine:
+    """Return an engine with the parsers of its requests, and say that it is ready."""
     from ..serving.http.server_state import StartedEngine
     from ..serving.protocols.parser_process import ParserProcess
     from ..serving.protocols.request_parser import RequestParser
 
-    def report(name: str, done: int, total: int) -> None:
-        progress(name, done, total)
-        state.report(name, done, total)
-
-    with garbage_uncollected():  # Else a collection looks through all of it while programs are compiled behind.
-        engine = Engine.from_engine_args(config, handle, progress=report, keeps_programs=True, compiles_behind=True)
-    progress.close()
+    builder = engine.builder
     if template is not None:
-        engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
-    parser = RequestParser(engine.builder, state.model_names, is_strict=state.options.strict)
-    say(f"ready: {state.model_names[0]}, {engine.step_sizes.max_num_seqs} sequences at a time, {engine.memory}")
-    identity = f"{engine.config} {engine.backend.name} {template}"
-    async_engine = AsyncEngine.from_engine(engine, counts_requests=True)
-    return StartedEngine(async_engine, parser, ParserProcess(parser), identity)
+        builder.encoder = replace(builder.encoder, chat_template=template)
+    parser = RequestParser(builder, state.model_names, is_strict=state.options.strict)
+    say(f"ready: {state.model_names[0]}, {builder.sizes.max_num_seqs} sequences at a time, {memory}")
+    return StartedEngine(engine, parser, ParserProcess(parser, builder_setup), f"{identity} {template}")
 
 
 def _log() -> None:

@@ -97,6 +97,8 @@ class CoreThread:
         """While true, no step is computed; requests are taken and wait."""
         self.error: BaseException | None = None
         """What has ended the thread; None while it runs."""
+        self.has_work = False
+        """A step has something to compute, as far as this thread has looked. Any thread may read it."""
         self._deliver, self._on_ended = deliver, on_ended
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._subscriptions: dict[Reader, _Subscription] = {}
@@ -188,12 +190,13 @@ class CoreThread:
 
     def _run_once(self) -> None:
         """Run the commands that wait, compute a step if there is one to compute, and deliver what both have given."""
-        commands = [] if self._has_work else self._wait_for_command()
+        commands = [] if self.has_work else self._wait_for_command()
         commands += self._waiting_commands()
         with self.loop.turn("serve"):
             for command in commands:
                 self._run_command(command)
-            if self._has_work:
+            self.has_work = self._has_work
+            if self.has_work:
                 try:
                     self.loop.advance()
                 except EngineStoppedError:
@@ -203,6 +206,7 @@ class CoreThread:
                     for subscription in self._subscriptions.values():
                         self.loop.fail(subscription.inbox, error)
             self._collect()
+            self.has_work = self._has_work
         if self._deliveries:
             deliveries, self._deliveries = self._deliveries, []
             self._deliver(deliveries)

@@ -36,6 +36,10 @@ class CoreStatus(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds for which programs that nobody waits for were held while requests ran."""
     is_compiling: bool
     """A program is missing that was asked for. In a core that was shut down: a compilation has not ended."""
+    num_steps: int
+    """Steps that were started so far."""
+    has_work: bool
+    """Requests are there that steps compute."""
 
 
 class CoreSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +125,11 @@ class CoreClient(ABC):
     @abstractmethod
     def status(self) -> CoreStatus:
         """Return what the core is doing. This waits for nothing, and can be called whatever the core does."""
+
+    @property
+    def lost_process(self) -> str:
+        """Return how the process of the core has ended by itself; empty while it runs, and for a core without one."""
+        return ""
 
     @abstractmethod
     async def snapshot(self) -> CoreSnapshot:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.core_thread import CoreThread, Delivery, ResultCallback
-from ..core.request_counts import RequestCounter
-from ..core.stat_loggers import StatLogger, StatLoggers
+from ..core.core_thread import Delivery, ResultCallback
+from ..core.stat_loggers import StatLogger
 from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..text.grammar.grammar import Matcher
+from .core_calls import CoreCalls
 from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
 
 if TYPE_CHECKING:
@@ -25,23 +25,15 @@ class ThreadClient(CoreClient):
     """Takes the calls of tasks to the thread that owns the engine, and its answers and outputs to their event loops."""
 
     def __init__(self, engine: Engine, stat_loggers: Sequence[StatLogger] = (), *, counts_requests: bool = False):
-        """Start the thread. The engine belongs to this client from now on, which shuts it down.
-
-        `stat_loggers` are told of each step and of each ended request, on the thread. With `counts_requests`, so is
-        what counts them for `snapshot`.
-        """
-        self._counter = RequestCounter() if counts_requests else None
-        loggers = StatLoggers(stat_loggers if self._counter is None else [*stat_loggers, self._counter])
-        if loggers:
-            engine.core.observer = loggers
-        self._engine = engine
+        """Start the thread. The engine belongs to this client from now on, which shuts it down. See `CoreCalls`."""
+        self._calls = CoreCalls(engine, _deliver, stat_loggers, counts_requests=counts_requests)
         self._names = RequestNames(engine.builder.take_numbers)
-        self._core = CoreThread(engine.loop, _deliver, on_ended=loggers.ended)
+        self._core = self._calls.thread
 
     async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
         grammars: list[Matcher | None] = [None] * len(messages)
         if any(message.grammar for message in messages):  # One that has to be compiled would delay the next step.
-            grammars = await asyncio.to_thread(self._matchers, messages)
+            grammars = await asyncio.to_thread(self._calls.matchers, messages)
         named = self._names.named(messages)
         stream = OutputStream(self, [message.request_id for message in named])
         add = partial(self._core.add, named, grammars, stream, takes_deltas=takes_deltas)
@@ -51,11 +43,6 @@ class ThreadClient(CoreClient):
             stream.close()
             raise
         return stream
-
-    def _matchers(self, messages: Sequence[NewRequest]) -> list[Matcher | None]:
-        """Return a matcher for each message that has a grammar; one that is not known yet is compiled."""
-        grammars = self._engine.core.outputs.grammars
-        return [grammars.matcher(message.grammar) if message.grammar else None for message in messages]
 
     def note_taken(self, stream: OutputStream) -> None:
         self._core.note_taken(stream)
@@ -73,67 +60,43 @@ class ThreadClient(CoreClient):
         return result
 
     async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
-        await self._between_steps(partial(self._engine.abort_request, request_ids, sample=sample))
+        await self._between_steps(partial(self._calls.abort, request_ids, sample))
 
     async def fork(self, request_id: str, n: int | None, options: Mapping[str, Any]) -> list[int]:
-        return await self._between_steps(partial(self._engine.fork, request_id, n, **options))
+        return await self._between_steps(partial(self._calls.fork, request_id, n, options))
 
     async def reset_prefix_cache(self) -> None:
-        await self._between_steps(self._engine.reset_prefix_cache)
-
-    async def sleep(self, level: int, mode: str) -> None:
-        await self.call(self._engine.sleep, level, mode)
-
-    async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        await self.call(self._engine.wake_up, *(() if tags is None else (tags,)))
-
-    def pause(self) -> None:
-        self._core.is_paused = True
-
-    def resume(self) -> None:
-        self._core.is_paused = False
-        self._core.wake()
-
-    def status(self) -> CoreStatus:
-        plan = self._engine.plan
-        num_done, num_programs = plan.progress
-        return CoreStatus(
-            is_alive=self._core.is_alive,
-            is_sleeping=bool(self._engine.loop.sleep.missing),
-            num_programs_done=num_done,
-            num_programs=num_programs,
-            held_s=plan.pauses.held_s,
-            is_compiling=plan.is_compiling,
-        )
-
-    async def snapshot(self) -> CoreSnapshot:
-        return await asyncio.to_thread(self._snapshot)  # Counts of experts are copied from the device.
-
-    def _snapshot(self) -> CoreSnapshot:
-        engine = self._engine
-        return CoreSnapshot(
-            stats=engine.loop.stats(),
-            block_size=engine.step_sizes.block_size,
-            expert_tokens=engine.expert_tokens_by_layer(),
-            requests=None if self._counter is None else self._counter.counts(),
-        )
+        await self._between_steps(self._calls.reset_prefix_cache)
 
     async def stats(self) -> dict[str, Any]:
-        return await self._between_steps(self._engine.stats)
+        return await self._between_steps(self._calls.stats)
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await asyncio.to_thread(self._calls.sleep, level, mode)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        await asyncio.to_thread(self._calls.wake_up, tags)
+
+    def pause(self) -> None:
+        self._calls.pause(True)
+
+    def resume(self) -> None:
+        self._calls.pause(False)
+
+    def status(self) -> CoreStatus:
+        return self._calls.status()
+
+    async def snapshot(self) -> CoreSnapshot:
+        return await asyncio.to_thread(self._calls.snapshot)
 
     async def start_profile(self, folder: str) -> bool:
-        import jax
-
-        return await _did(jax.profiler.start_trace, folder)
+        return await asyncio.to_thread(self._calls.start_profile, folder)
 
     async def stop_profile(self) -> bool:
-        import jax
-
-        return await _did(jax.profiler.stop_trace)
+        return await asyncio.to_thread(self._calls.stop_profile)
 
     def shutdown(self) -> None:
-        self._core.stop()
-        self._engine.shutdown()
+        self._calls.shutdown()
 
     async def _between_steps(self, run: Callable[[], Result]) -> Result:
         """Return the result of a call that the thread makes between two steps."""
@@ -179,12 +142,3 @@ def _deliver(deliveries: list[Delivery]) -> None:
 def _call_all(deliveries: list[Delivery]) -> None:
     for delivery in deliveries:
         delivery.call()
-
-
-async def _did(call: Callable[..., object], *args: Any) -> bool:
-    """Make a call of JAX's profiler on a worker; return False if the profiler refuses it in its present state."""
-    try:
-        await asyncio.to_thread(call, *args)
-    except RuntimeError:
-        return False
-    return True

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import checks, not_available
-from ..checks import CheckedFields, Unfit, boolean, integer, number, or_none, text
+from ..async_engine import CORES
+from ..checks import CheckedFields, Unfit, boolean, integer, number, one_of, or_none, text
 from ..errors import ConfigError
 from ..limits import LIMITS
 from .urls import origin, traces_endpoint
@@ -127,6 +128,13 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     shutdown_timeout: float = checks.checked(
         30.0, number(0.0, 86400.0), "seconds that requests have to end after SIGTERM or Ctrl-C", metavar="X"
+    )
+    core: str = checks.checked(
+        "thread",
+        one_of(*CORES),
+        "where steps are computed: in a thread of the server's process, or in a process of their own, where they and "
+        "requests do not hold up each other; default: thread",
+        metavar="CORE",
     )
     vllm_metrics: bool = checks.checked(False, boolean, "name the metrics vllm:… instead of jpaged:…")
     metrics_without_key: bool = checks.checked(False, boolean, "serve /metrics to clients without a key too")

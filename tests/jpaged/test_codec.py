@@ -73,9 +73,8 @@ def output() -> RequestOutput:
         SampleDelta("r", 1, (4, 5), "ab", ({4: Logprob(-1.0, 2, "a")},), "stop", "b", (Mark(0, 4),)),
         output(),
         StepOutputs([SampleDelta("r", 0, (4,), "a")], {"r": (None, {4: Logprob(-1.0, 2, "a")})}, [output()]),
-        CoreStatus(
-            is_alive=True, is_sleeping=False, num_programs_done=3, num_programs=9, held_s=0.5, is_compiling=True
-        ),
+        CoreStatus(is_alive=True, is_sleeping=False, num_programs_done=3, num_programs=9, held_s=0.5,
+                   is_compiling=True, num_steps=5, has_work=True),
         CoreSnapshot(stats={"blocks": 63, "compile_seconds": 0.5}, block_size=16, expert_tokens={1: [4, 0]}),
     ],
 )  # fmt: skip

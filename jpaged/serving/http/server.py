@@ -22,7 +22,7 @@ from typing import Any
 
 import uvicorn
 
-from ...errors import JpagedError, ModelLoadError
+from ...errors import EngineStoppedError, JpagedError, ModelLoadError
 from ..options import ServeOptions
 from ..protocols.http_errors import unavailable
 from .app import make_app
@@ -35,6 +35,8 @@ CLOSE_S = 2
 """Seconds that connections have to take the last bytes of their responses once the server ends."""
 POLL_S = 0.02
 """Seconds between two looks whether all responses have ended."""
+CORE_POLL_S = 0.5
+"""Seconds between two looks whether the core's process has ended."""
 NUM_ACCEPTS = 100
 """Connections that are accepted before the event loop goes on."""
 NUM_OTHER_FILES = 200
@@ -80,11 +82,14 @@ class ServerLifecycle:
         """`listeners` listen already, `keys` are those of clients; `start_engine` is called once /health answers."""
         self.state, self._listeners, self._keys, self._start_engine = state, listeners, keys, start_engine
         self._end_requested = asyncio.Event()
-        """Set by the first SIGTERM or SIGINT, and when the engine could not start."""
+        """Set by the first SIGTERM or SIGINT, and when the engine could not start or its process has ended."""
         self._files_logged_s = -LOG_FILES_S
 
     async def run(self) -> int:
-        """Serve until a signal ends it; return the exit status. Raise what has kept the engine from starting."""
+        """Serve until a signal ends it; return the exit status.
+
+        Raise what has kept the engine from starting, and EngineStoppedError if its process has ended.
+        """
         options, state = self.state.options, self.state
         config = uvicorn_config(
             make_app(state, self._keys),
@@ -102,19 +107,20 @@ class ServerLifecycle:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         serving = asyncio.create_task(server.serve(list(self._listeners)))
         start = asyncio.create_task(self._start())
-        beat = asyncio.create_task(state.beat())
+        beats = asyncio.create_task(state.beat()), asyncio.create_task(self._watch_core())
         await self._end_requested.wait()
         await self._drain()
         server.should_exit = True
         await serving
-        beat.cancel()
+        for beat in beats:
+            beat.cancel()
         if not start.done():  # An engine that is still loading cannot be stopped, and nothing depends on it.
             self._remove_socket()
             os._exit(0)
         await state.close()
         self._remove_socket()
-        if state.start_error is not None:
-            raise state.start_error
+        if state.error is not None:
+            raise state.error
         # The interpreter would wait for bodies of clients that are gone, and for programs that nothing runs any more.
         if state.bodies.is_parsing or state.is_compiling:
             logging.shutdown()
@@ -136,13 +142,21 @@ class ServerLifecycle:
         try:
             started = await asyncio.to_thread(self._start_engine)
         except BaseException as error:
-            self.state.start_error = error
-            if not isinstance(error, JpagedError | ModelLoadError | OSError):
+            self.state.error = error
+            if not isinstance(error, JpagedError | ModelLoadError | EngineStoppedError | OSError):
                 logger.error("the engine could not start", exc_info=error)
             self._end_requested.set()
             return
         self.state.serve(started)
         logger.info("serving after %.1f s", time.monotonic() - start_s)
+
+    async def _watch_core(self) -> None:
+        """End the server once the process of its core has ended: its streams get an error before that."""
+        while not self._end_requested.is_set():
+            await asyncio.sleep(CORE_POLL_S)
+            if lost := self.state.lost_core:
+                self.state.error = EngineStoppedError(lost)
+                self._end_requested.set()
 
     def _on_signal(self) -> None:
         """Begin to end; end at once at the second signal."""
@@ -154,7 +168,7 @@ class ServerLifecycle:
     async def _drain(self) -> None:
         """Refuse new requests while those that are open have time to end; then end them by an error."""
         self.state.is_stopping = True
-        grace_s = self.state.options.shutdown_timeout
+        grace_s = self.state.options.shutdown_timeout if self.state.error is None else CLOSE_S
         if num_open := len(self.state.generations):
             logger.info("stopping: open requests, %d, have %g s to end", num_open, grace_s)
         await self._wait_for_responses(grace_s)

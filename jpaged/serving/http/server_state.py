@@ -90,8 +90,8 @@ class ServerState:
         self.start_unix_s = int(time.time())
         self.fingerprint = ""
         self.is_stopping = False
-        self.start_error: BaseException | None = None
-        """Why the engine could not start."""
+        self.error: BaseException | None = None
+        """Why the engine could not start, or how its process has ended."""
         self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
         self._client: CoreClient | None = None
@@ -163,10 +163,10 @@ class ServerState:
     @property
     def status(self) -> str:
         """Return "ok" where requests are taken, else "starting", "sleeping", "stopping" or "failed"."""
+        if self.error is not None:
+            return "failed"
         if self.is_stopping:
             return "stopping"
-        if self.start_error is not None:
-            return "failed"
         if self._client is None:
             return "starting"
         core = self._client.status()
@@ -188,6 +188,11 @@ class ServerState:
         # As if nothing had been held for requests, so that `eta_s` counts seconds of compiling.
         start_s = self._ready_s + core.held_s
         return {"status": status, **StartPhase(name, done, total, start_s, self._num_compiled).fields}
+
+    @property
+    def lost_core(self) -> str:
+        """Return how the core's process has ended by itself; empty while it runs, and without one."""
+        return "" if self._client is None else self._client.lost_process
 
     @property
     def is_compiling(self) -> bool:

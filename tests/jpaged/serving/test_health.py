@@ -35,6 +35,8 @@ def status_of(plan: CompilePlan) -> CoreStatus:
         num_programs=num_programs,
         held_s=plan.pauses.held_s,
         is_compiling=plan.is_compiling,
+        num_steps=0,
+        has_work=False,
     )
 
 

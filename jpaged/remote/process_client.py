@@ -1,0 +1,418 @@
+"""The client of an engine in a core process of its own, for the tasks of one event loop at a time.
+
+    call ─▶ message with a number ─▶ core process ─▶ answer with it ─▶ the future that the call waits for
+                                                  ─▶ outputs of a step ─▶ the streams
+
+A thread starts the process, and learns of its end at once. The event loop that makes calls reads the messages.
+Loads no JAX, and opens no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from .. import codec
+from ..checks import one_line, refusal, shown
+from ..codec import PackedRequests
+from ..config.engine_config import PYTHON_ONLY, EngineConfig
+from ..errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
+from ..intake.builder_setup import BuilderSetup, builder_of
+from ..intake.request_builder import RequestBuilder
+from ..messages import NewRequest
+from .child_process import ChildProcess
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
+from .failures import error_of
+from .message_socket import MAX_QUEUED, MessageSocket
+from .sent_outputs import ArrivingOutputs, without_prompts
+from .wire import (
+    Answer,
+    Call,
+    Drop,
+    FromCore,
+    MessageTooLongError,
+    Pause,
+    Progress,
+    PromptPiece,
+    Ready,
+    StartFailed,
+    Stop,
+    Stopped,
+    Submit,
+    Taken,
+    ToCore,
+    Update,
+    Welcome,
+    greeting,
+)
+
+logger = logging.getLogger("jpaged")
+
+Result = TypeVar("Result")
+ReportProgress = Callable[[str, int, int], None]
+
+ENGINE_MAKER = "jpaged.remote.engine_maker:make_engine"
+START_POLL_S = 1.0
+"""Seconds between two looks whether a process that starts has ended."""
+LAST_MESSAGES_S = 0.1
+"""Seconds in which the last messages of a process that has ended are read."""
+MAX_MESSAGES_A_TURN = 16
+"""Messages that are read before the event loop goes on."""
+IN_PROCESS = "with a core process"
+
+
+class ProcessClient(CoreClient):
+    """Starts a core process, and takes the calls of tasks to it and its answers and outputs to them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        maker: str = ENGINE_MAKER,
+        options: Mapping[str, Any] | None = None,
+        progress: ReportProgress | None = None,
+    ):
+        """Start the process, and wait until it takes requests. `options` are those of the `maker`.
+
+        `progress(name, done, total)` is called meanwhile. Raise ConfigError for an option that no message can hold,
+        what has kept the engine from starting, and EngineStoppedError if the process ends before it is ready.
+        """
+        self._names = RequestNames(self._take_numbers)
+        self._num_requests = 0
+        self._numbers = itertools.count(1)
+        """Those of calls and streams."""
+        self._streams: dict[int, _ProcessStream] = {}
+        """Streams that are not closed and whose requests are not over."""
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._taken: list[int] = []
+        """Streams whose outputs were taken in this turn of the event loop."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The one that reads the messages."""
+        self._snapshot: CoreSnapshot | None = None
+        """The last one that has come."""
+        self._end = ""
+        """Why the core takes no requests any more; empty while it does."""
+        self._is_stopping = False
+        """It was this client that has ended it."""
+        self._child = ChildProcess(maker, sent_config(config), options or {}, self._on_child_end)
+        try:
+            self._socket = MessageSocket(self._child.address, is_front=True)
+        except BaseException:
+            self._child.remove_folder()
+            raise
+        try:
+            self._child.start()
+            ready = self._wait_until_ready(progress)
+        except BaseException:
+            self._child.kill()
+            self._socket.close()
+            raise
+        self.builder_setup = ready.builder
+        """What makes the engine's builder of requests: a `BuilderSetup`, encoded."""
+        self.memory, self.identity = ready.memory, ready.identity
+        """What the device's memory is used for; the names of the model, of the options and of the backend."""
+        self._status = ready.status
+
+    def builder(self) -> RequestBuilder:
+        """Return a builder as the engine has it."""
+        return builder_of(codec.decode(self.builder_setup, BuilderSetup))
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the core process."""
+        return self._child.pid
+
+    # The start
+
+    def _wait_until_ready(self, progress: ReportProgress | None) -> Ready:
+        """Read the messages of the start, up to the one that says that the core is ready."""
+        first = self._next_message()
+        check_greeting(first)
+        self._child.remove_folder()
+        self._send(Welcome())
+        while True:
+            message = codec.decode(self._next_message(), FromCore)  # type: ignore[arg-type]
+            if isinstance(message, StartFailed):
+                raise error_of(message.failure)
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Progress) and progress is not None:
+                progress(message.name, message.num_done, message.num_parts)
+
+    def _next_message(self) -> bytes:
+        """Wait for the next message. Raise EngineStoppedError if the process ends instead."""
+        while (data := self._socket.receive()) is None:
+            if not self._child.has_ended:
+                self._socket.wait(START_POLL_S)
+                continue
+            self._socket.wait(LAST_MESSAGES_S)
+            if (data := self._socket.receive()) is None:
+                raise EngineStoppedError(f"{self._child.end} before it was ready")
+            break
+        return data
+
+    # Calls
+
+    async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
+        self._attach()
+        if self._socket.is_full:
+            raise QueueFullError("messages", got=MAX_QUEUED + 1, allowed=MAX_QUEUED)
+        named = self._names.named(messages)
+        number = next(self._numbers)
+        packed = PackedRequests.of(without_prompts(named))
+        stream = _ProcessStream(self, number, named)
+        self._streams[number] = stream
+        try:
+            await self._answer(number, Submit(number, takes_deltas, packed))
+        except (MessageTooLongError, UnicodeEncodeError) as error:
+            stream.close()
+            raise InvalidRequestError(f"the request cannot be sent to the core process: {error}") from None
+        except BaseException:  # Cancelled while the requests may be queued already.
+            stream.close()
+            raise
+        return stream
+
+    def note_taken(self, stream: OutputStream) -> None:
+        assert isinstance(stream, _ProcessStream)
+        if stream.arriving.are_over:
+            return
+        if not self._taken:
+            stream.loop.call_soon(self._send_taken)
+        self._taken.append(stream.number)
+
+    def _send_taken(self) -> None:
+        """Send which streams have taken their outputs in this turn of the event loop."""
+        taken, self._taken = self._taken, []
+        self._send(Taken(tuple(taken)))
+
+    def drop(self, stream: OutputStream) -> None:
+        assert isinstance(stream, _ProcessStream)
+        if self._streams.pop(stream.number, None) is not None and not stream.arriving.are_over:
+            self._send(Drop(stream.number))
+
+    async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
+        await self._call("abort", list(request_ids), sample)
+
+    async def fork(self, request_id: str, n: int | None, options: Mapping[str, Any]) -> list[int]:
+        return codec.decode(await self._call("fork", request_id, n, dict(options)), list[int])
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call("reset_prefix_cache")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self._call("sleep", level, mode)
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        await self._call("wake_up", None if tags is None else list(tags))
+
+    def pause(self) -> None:
+        self._send(Pause(True))
+
+    def resume(self) -> None:
+        self._send(Pause(False))
+
+    def status(self) -> CoreStatus:
+        with suppress(RuntimeError):  # Without an event loop nothing is read, and after the end nothing comes.
+            self._attach()
+        if not self._end:
+            return self._status
+        return msgspec.structs.replace(self._status, is_alive=False, is_compiling=False, has_work=False)
+
+    @property
+    def lost_process(self) -> str:
+        return "" if self._is_stopping else self._end
+
+    async def snapshot(self) -> CoreSnapshot:
+        if not self._end or self._snapshot is None:
+            self._snapshot = codec.decode(await self._call("snapshot"), CoreSnapshot)
+        return self._snapshot
+
+    async def stats(self) -> dict[str, Any]:
+        return codec.decode(await self._call("stats"), dict[str, Any])
+
+    async def start_profile(self, folder: str) -> bool:
+        return codec.decode(await self._call("start_profile", folder), bool)
+
+    async def stop_profile(self) -> bool:
+        return codec.decode(await self._call("stop_profile"), bool)
+
+    def shutdown(self) -> None:
+        if not self._end:
+            self._is_stopping, self._end = True, "the engine was shut down"
+            self._send(Stop())
+        self._child.wait()
+        loop = self._loop
+        if loop is not None and loop.is_running() and loop is not _running_loop():
+            loop.call_soon_threadsafe(self._finish)
+        else:
+            self._finish()
+
+    async def _call(self, name: str, *arguments: Any) -> msgspec.Raw:
+        """Return the result of a named call, encoded, or raise what it has raised."""
+        number = next(self._numbers)
+        return await self._answer(number, Call(number, name, arguments))
+
+    async def _answer(self, number: int, message: ToCore) -> msgspec.Raw:
+        """Send a message, and wait for its answer."""
+        self._attach()
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(message)
+            return await future
+        finally:
+            del self._calls[number]
+
+    def _send(self, message: ToCore) -> None:
+        self._socket.send(codec.encode(message))
+
+    def _take_numbers(self, count: int) -> int:
+        self._num_requests += count
+        return self._num_requests - count
+
+    # Messages of the core
+
+    def _attach(self) -> None:
+        """Let the event loop that runs read the messages. Raise RuntimeError while another loop does.
+
+        Raise EngineStoppedError if no messages come any more.
+        """
+        if self._end:
+            raise EngineStoppedError(self._end)
+        loop = asyncio.get_running_loop()
+        if loop is self._loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RuntimeError("a core process has one event loop at a time, and another one uses it")
+        self._detach()
+        self._loop = loop
+        for file in self._socket.files:
+            loop.add_reader(file, self._read)
+        loop.call_soon(self._read)
+
+    def _detach(self) -> None:
+        """Let the event loop read no messages any more."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            for file in self._socket.files:
+                loop.remove_reader(file)
+
+    def _read(self) -> None:
+        """Take the messages that have come; on the event loop."""
+        self._socket.clear_wake()
+        for _ in range(MAX_MESSAGES_A_TURN):
+            if (data := self._socket.receive()) is None:
+                break
+            self._take_data(data)
+        else:
+            self._socket.wake()
+        if self._child.has_ended and self._loop is not None:
+            self._loop.call_later(LAST_MESSAGES_S, self._finish)
+
+    def _take_data(self, data: bytes) -> None:
+        """Take a message, or pass over one that cannot be read."""
+        try:
+            self._take(codec.decode(data, FromCore))  # type: ignore[arg-type]
+        except Exception as error:
+            logger.error("a message of the core process is passed over: %s", one_line(error))
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, Update):
+            self._update(message)
+        elif isinstance(message, PromptPiece):
+            if (stream := self._streams.get(message.stream)) is not None:
+                stream.arriving.take_piece(message)
+        elif isinstance(message, Stopped):
+            self._snapshot = message.snapshot
+
+    def _update(self, update: Update) -> None:
+        """Give all that an update has to those who wait for it."""
+        self._status = update.status
+        for answer in update.answers:
+            self._resolve(answer)
+        for sent in update.outputs:
+            if (stream := self._streams.get(sent.stream)) is not None:
+                outputs, lost = stream.arriving.taken(sent.outputs)
+                if lost:
+                    self._send(Call(next(self._numbers), "abort", (lost,)))  # Its answer is for nobody.
+                if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
+                    stream.put(outputs)
+        for failed in update.failures:
+            if (stream := self._streams.pop(failed.stream, None)) is not None:
+                stream.fail(error_of(failed.failure))
+
+    def _resolve(self, answer: Answer) -> None:
+        future = self._calls.get(answer.number)
+        if future is None or future.done():
+            return
+        if answer.failure is None:
+            future.set_result(answer.result)
+        else:
+            future.set_exception(error_of(answer.failure))
+
+    # The end
+
+    def _on_child_end(self) -> None:
+        """Learn that the process has ended. Runs on the thread that has waited for it."""
+        if not self._end:
+            self._end = self._child.end
+        self._socket.wake()
+
+    def _finish(self) -> None:
+        """Read the last messages, and fail everything that waits for more. Further calls do nothing."""
+        while (data := self._socket.receive()) is not None:
+            self._take_data(data)
+        self._detach()
+        self._socket.close()
+        for stream in self._streams.values():
+            stream.fail(EngineStoppedError(self._end))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineStoppedError(self._end))
+        self._streams.clear()
+
+
+class _ProcessStream(OutputStream):
+    """A stream, and what has come of it."""
+
+    def __init__(self, client: ProcessClient, number: int, messages: Sequence[NewRequest]):
+        super().__init__(client, [message.request_id for message in messages])
+        self.number = number
+        self.arriving = ArrivingOutputs(messages)
+
+
+def sent_config(config: EngineConfig) -> dict[str, Any]:
+    """Return the options that are not the default ones. Raise ConfigError for those that no message can hold."""
+    default = EngineConfig()
+    names = [one.name for one in fields(config)]
+    given = {name: value for name in names if (value := getattr(config, name)) != getattr(default, name)}
+    for name in PYTHON_ONLY:
+        if name in given:
+            way_out = 'leave it out, or take core="thread"'
+            raise refusal(name, f"one {IN_PROCESS}", "none there", way_out, error=ConfigError)
+    if callable(config.scheduling_policy):
+        got, way_out = f"a function {IN_PROCESS}", 'or take core="thread"'
+        raise refusal("scheduling_policy", got, "fcfs or priority there", way_out, error=ConfigError)
+    return given
+
+
+def check_greeting(first: bytes) -> None:
+    """Raise ConfigError unless the first message of a core is the greeting of the same version."""
+    if first != (own := greeting()):
+        got = shown(first.decode(errors="replace"))
+        raise refusal(
+            "core", f"{got} as its greeting", own.decode(), "start again: jpaged was changed", error=ConfigError
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
