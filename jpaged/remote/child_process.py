@@ -46,7 +46,6 @@ class ChildProcess:
         self.folder = _socket_folder()
         self.address = f"ipc://{self.folder}/core"
         self._spec = StartSpec(
-            folder=str(self.folder),
             address=self.address,
             parent=os.getpid(),
             maker=maker,
@@ -107,7 +106,7 @@ class ChildProcess:
             # Without a stderr of this process, its number may be that of any file.
             stderr = subprocess.DEVNULL if sys.stderr is None else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE],
+                [sys.executable, "-P", "-m", MODULE, self.folder],  # The folder, in case this process dies now.
                 stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,

@@ -1,4 +1,4 @@
-"""The process in which an engine computes for a front in another one: `python -m jpaged.remote.core_process`.
+"""The process in which an engine computes for a front in another one: `python -m jpaged.remote.core_process FOLDER`.
 
 Three threads have a part of it. The main thread makes the engine. The socket's thread takes the front's messages, sends
 a heartbeat a second, and hands what takes long to workers: grammars are compiled there. The thread that steps sends
@@ -325,8 +325,13 @@ def _answer(number: int, result: Any, error: Exception | None) -> Answer:
 
 def main() -> int:
     """Serve the front that has started this process; return the exit status."""
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartSpec)
-    end_with_stdin(sys.stdin.buffer, partial(shutil.rmtree, spec.folder, ignore_errors=True))
+    remove_folder = partial(shutil.rmtree, sys.argv[1], ignore_errors=True)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # The front has died.
+        remove_folder()
+        return EXIT_START_FAILED
+    spec = msgspec.json.decode(line, type=StartSpec)
+    end_with_stdin(sys.stdin.buffer, remove_folder)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Service managers send it to all processes; the front decides.
     os.dup2(2, 1)  # What libraries print goes to the log.
     _log(spec.log_level)

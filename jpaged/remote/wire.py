@@ -38,8 +38,6 @@ class MessageTooLongError(JpagedError):
 class StartSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a core process is told at its start: one line of JSON on its stdin, which then stays open."""
 
-    folder: str
-    """That of the socket."""
     address: str
     """Where the front listens, as ZeroMQ writes it."""
     parent: int

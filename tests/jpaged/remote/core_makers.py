@@ -1,0 +1,66 @@
+"""What makes the engines of core processes in tests: by its name here, with a fault or a hold-up."""
+
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jpaged.config.engine_config import EngineConfig
+from jpaged.errors import ConfigError
+
+POLL_S = 0.01
+
+
+def held(config: EngineConfig, progress: Any, *, folder: str) -> Any:
+    """Return an engine that computes no step while there is a file `step`, and compiles no grammar beside `grammar`.
+
+    A hold-up that has begun is told by a file `step held`, or `grammar held`.
+    """
+    from jpaged.engine import Engine
+    from jpaged.text.grammar.grammar import Grammars
+
+    def wait(name: str) -> None:
+        if (Path(folder) / name).exists():
+            (Path(folder) / f"{name} held").touch()
+        while (Path(folder) / name).exists():
+            time.sleep(POLL_S)
+
+    engine = Engine.from_engine_args(config, progress=progress)
+    advance, matcher = engine.loop.advance, Grammars.matcher
+
+    def slow_advance() -> None:
+        wait("step")
+        advance()
+
+    def slow_matcher(grammars: Grammars, grammar: str) -> Any:
+        wait("grammar")
+        return matcher(grammars, grammar)
+
+    engine.loop.advance = slow_advance  # type: ignore[method-assign]
+    Grammars.matcher = slow_matcher  # type: ignore[method-assign]
+    return engine
+
+
+def refuses(config: EngineConfig, progress: Any) -> Any:
+    progress("load", 1, 2)
+    raise ConfigError("model: got no good one", param="model")
+
+
+def has_a_bug(config: EngineConfig, progress: Any) -> Any:
+    return 1 // 0
+
+
+def ends(config: EngineConfig, progress: Any) -> Any:
+    os._exit(7)
+
+
+def sleeps(config: EngineConfig, progress: Any) -> Any:
+    time.sleep(600)
+
+
+def holds_the_lock(config: EngineConfig, progress: Any) -> Any:
+    """Let no other Python code run, and read no stdin: native code that hangs."""
+    threading.Event().wait(0.1)  # The thread that reads stdin is there.
+    ctypes.PyDLL(None).sleep(600)
