@@ -62,7 +62,9 @@ class MessageSocket:
             self._unsent.append(message)
             self._send_unsent()
             # Sending may have taken notice of a message that has come: `files` would not tell of it any more.
-            has_come = bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+            events = self._socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            has_come = bool(events & zmq.POLLIN)
         if has_come:
             self.wake()
 

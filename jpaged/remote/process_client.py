@@ -138,7 +138,7 @@ class ProcessClient(CoreClient):
         self._child.remove_folder()
         self._send(Welcome())
         while True:
-            message = codec.decode(self._next_message(), FromCore)  # type: ignore[arg-type]
+            message: FromCore = codec.decode(self._next_message(), FromCore)  # type: ignore[arg-type]
             if isinstance(message, StartFailed):
                 raise error_of(message.failure)
             if isinstance(message, Ready):

@@ -47,11 +47,11 @@ class DepartingOutputs:
             pieces += self._pieces(request_id, entries)
         sent: list[RequestOutput] = []
         for output in outputs.outputs:
-            entries = output.prompt_logprobs
-            if entries is not None:
-                pieces += self._pieces(output.request_id, entries)
-                entries = SENT_BEFORE
-            sent.append(replace(output, prompt=None, prompt_token_ids=(), prompt_logprobs=entries))
+            prompt_logprobs = output.prompt_logprobs
+            if prompt_logprobs is not None:
+                pieces += self._pieces(output.request_id, prompt_logprobs)
+                prompt_logprobs = SENT_BEFORE
+            sent.append(replace(output, prompt=None, prompt_token_ids=(), prompt_logprobs=prompt_logprobs))
             self._num_unended -= output.finished
         return pieces, StepOutputs(outputs.deltas, dict.fromkeys(outputs.prompt_logprobs, SENT_BEFORE), sent)
 
