@@ -120,7 +120,7 @@ class CoreCalls:
         return _did(jax.profiler.stop_trace)
 
 
-def _did(call: Callable[..., None], *args: Any) -> bool:
+def _did(call: Callable[..., object], *args: Any) -> bool:
     """Make a call of JAX's profiler; return False if the profiler refuses it in its present state."""
     try:
         call(*args)
