@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jpaged import SamplingParams
+from jpaged import AsyncEngine, SamplingParams
 from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError, EngineStoppedError, JpagedError
 from jpaged.intake.request_builder import RequestBuilder
@@ -38,6 +38,28 @@ ProcessClient(EngineConfig(), maker=f"core_makers:{sys.argv[2]}")
 """A program that starts a core process, and writes its id on stdout."""
 
 
+IN_PYTHON = """
+import asyncio, sys
+from jpaged import AsyncEngine, SamplingParams
+
+async def run():
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    async with AsyncEngine(sys.argv[1], core="process", max_num_seqs=4, max_model_len=64, warmup="off") as engine:
+        async for output in engine.generate("Hi", params, "mine"):
+            last = output
+        print(last.request_id, last.prompt, len(last.outputs[0].token_ids), engine.config.max_num_seqs)
+        for call in (lambda: engine.engine, lambda: engine.call(len, ""), lambda: engine.update_params({})):
+            try:
+                await call()
+            except Exception as error:
+                print(type(error).__name__, error)
+    print(engine.is_alive)
+    print([name for name in sys.modules if name.partition(".")[0] in ("jax", "jaxlib", "flax")])
+
+asyncio.run(run())
+"""
+
+
 def until(is_true: Callable[[], Any], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not is_true():
@@ -51,6 +73,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+async def take_all(stream: OutputStream) -> None:
+    """Take outputs until the stream raises an error."""
+    while True:
+        await stream.take()
 
 
 @pytest.fixture
@@ -112,10 +140,27 @@ def test_what_no_message_can_hold_is_refused_by_name(options: dict[str, Any], me
         ProcessClient(EngineConfig(**options))
 
 
-async def take_all(stream: OutputStream) -> None:
-    """Take outputs until an error ends the stream."""
-    while True:
-        await asyncio.wait_for(stream.take(), 5)
+def test_an_engine_for_asyncio_loads_no_jax_and_refuses_what_needs_it(tiny: str):
+    found = subprocess.run([sys.executable, "-c", IN_PYTHON, tiny], capture_output=True, text=True, timeout=100)
+    assert found.stderr == ""
+    needs_thread = 'with a core process, allowed: none there; take core="thread"'
+    assert found.stdout.splitlines() == [
+        "mine Hi 5 4",
+        f"ConfigError engine: got a call of it {needs_thread}",
+        f"ConfigError call: got a function {needs_thread}",
+        f"ConfigError update_params: got a tree of arrays {needs_thread}",
+        "False",
+        "[]",
+    ]
+
+
+def test_loggers_and_unknown_cores_are_refused(tiny: str):
+    with pytest.raises(ConfigError, match="stat_loggers: got some with a core process"):
+        AsyncEngine(tiny, core="process", stat_loggers=[object()])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="core: got 'both', allowed: thread, process"):
+        AsyncEngine(tiny, core="both")
+    with pytest.raises(ConfigError, match="model: got a list with a core process"):
+        AsyncEngine([], core="process")  # type: ignore[arg-type]
 
 
 def test_a_killed_core_ends_streams_and_calls_by_an_error_that_names_the_signal(
@@ -135,7 +180,7 @@ def test_a_killed_core_ends_streams_and_calls_by_an_error_that_names_the_signal(
         os.kill(client.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineStoppedError, match=r"^the core process was ended by SIGKILL$"):
-                await take_all(stream)
+                await asyncio.wait_for(take_all(stream), 5)
         with pytest.raises(EngineStoppedError, match="SIGKILL"):
             await call
         assert not client.status().is_alive

@@ -1,0 +1,173 @@
+"""A server whose core is a process of its own: the same responses, and an end of both if one of them ends."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.serving.http.body_parser import LONG_BODY_BYTES
+
+from ..tiny_model import write_tiny_model
+from .conftest import FLAGS
+from .served import ROOT, Served, command, read_all, serving, wait_until
+from .test_lifecycle import body, send
+
+PROCESS = [*FLAGS, "--core", "process"]
+
+
+@pytest.fixture(scope="module")
+def apart(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Give a server with a core process; tests leave it idle."""
+    with serving(tiny, *PROCESS, log=tmp_path_factory.mktemp("apart") / "log") as server:
+        yield server
+
+
+def core_of(server: Served) -> int:
+    """Return the id of the core's process."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parent = int(text.rpartition(")")[2].split()[1])
+        if parent == server.process.pid and b"core_process" in (path.parent / "cmdline").read_bytes():
+            return int(path.parent.name)
+    raise AssertionError("no core process")
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a completion": ("/v1/completions", body(max_tokens=20, logprobs=2, prompt=["Hi", "Once"], n=2)),
+    "logprobs of the prompt": ("/v1/completions", body(max_tokens=3, prompt_logprobs=1, echo=True)),
+    "a chat": ("/v1/chat/completions", {
+        "model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "seed": 5,
+        "structured_outputs": {"choice": ["yes", "no"]},
+    }),
+    "a field that is wrong": ("/v1/completions", body(temperature=9)),
+    "more samples than fit": ("/v1/completions", body(n=9)),
+    "a long body": ("/v1/completions", body(prompt=[72] * 3, max_tokens=4, padding=" " * LONG_BODY_BYTES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields"), BODIES.values(), ids=BODIES.keys())
+def test_responses_are_those_of_a_server_with_a_thread(served: Served, apart: Served, path: str, fields: Any):
+    status, _, expected = served.request(path, fields)
+    found_status, _, found = apart.request(path, fields)
+    assert found_status == status
+    names = ("choices", "usage", "error")
+    assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}
+
+
+def test_a_stream_is_that_of_a_server_with_a_thread(served: Served, apart: Served):
+    streams = []
+    for server in (served, apart):
+        events = read_all(send(server, body(stream=True, n=2, stream_options={"include_usage": True}))).split(b"\n\n")
+        data = [event.partition(b"data: ")[2] for event in events if b"data: " in event]
+        assert data[-1].startswith(b"[DONE]")
+        samples: dict[int, str] = {}
+        for choice in (choice for one in data[:-1] for choice in json.loads(one)["choices"]):
+            samples[choice["index"]] = samples.get(choice["index"], "") + choice["text"]
+        streams.append((samples, json.loads(data[-2])["usage"]["completion_tokens"]))
+    assert streams[0] == streams[1]
+
+
+def test_the_server_loads_no_jax_and_counts_what_the_core_does(apart: Served):
+    apart.request("/v1/completions", body(max_tokens=5))
+    assert "jaxlib" not in Path(f"/proc/{apart.process.pid}/maps").read_text()
+    assert "jaxlib" in Path(f"/proc/{core_of(apart)}/maps").read_text()
+    before = apart.metrics()
+    apart.request("/v1/completions", body(max_tokens=5))
+    after = apart.metrics()
+    assert after["jpaged:generation_tokens_total"] - before["jpaged:generation_tokens_total"] == 5
+    assert after["jpaged:time_to_first_token_seconds_count"] - before["jpaged:time_to_first_token_seconds_count"] == 1
+    assert apart.request("/health")[2]["status"] == "ok"
+
+
+def test_clients_that_leave_free_their_pages_and_the_owner_can_put_the_core_to_sleep(apart: Served):
+    apart.request("/pause", {})
+    connections = [send(apart, body(stream=True)) for _ in range(3)]
+    wait_until(lambda: apart.metrics()["jpaged:num_requests_waiting"] == 3, 20)
+    for connection in connections:
+        connection.close()
+    wait_until(apart.is_idle, 5)
+    apart.request("/resume", {})
+    assert apart.request("/sleep?level=1", {})[0] == 200
+    assert apart.request("/is_sleeping")[2] == {"is_sleeping": True}
+    assert apart.request("/v1/completions", body())[0] == 503
+    assert apart.request("/wake_up", {})[0] == 200
+    assert apart.request("/v1/completions", body(max_tokens=2))[0] == 200
+
+
+def test_sigterm_lets_requests_end(tiny: str, log: Path):
+    with serving(tiny, *PROCESS, log=log) as server:
+        core = core_of(server)
+        whole = server.request("/v1/completions", body())[2]["choices"][0]["text"]
+        server.request("/pause", {})
+        connections = [send(server, body(stream=stream)) for stream in (True, False)]
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 2, 20)
+        server.request("/resume", {})
+        os.kill(core, signal.SIGTERM)  # As service managers send it to all processes.
+        server.process.send_signal(signal.SIGTERM)
+        stream, complete = map(read_all, connections)
+        assert b"data: [DONE]" in stream
+        assert json.loads(complete.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == whole
+        assert server.process.wait(15) == 0
+        assert has_ended(core)
+
+
+def test_a_killed_core_ends_streams_by_an_error_and_the_server_with_status_1(tiny: str, log: Path):
+    with serving(tiny, *PROCESS, log=log) as server:
+        server.request("/v1/completions", body(max_tokens=2))
+        server.request("/pause", {})
+        connections = [send(server, body(stream=True)) for _ in range(4)]
+        connections.append(send(server, body()))
+        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 5, 20)
+        os.kill(core_of(server), signal.SIGKILL)
+        *streams, complete = map(read_all, connections)
+        for stream in streams:
+            assert b'"type":"ServiceUnavailableError"' in stream
+            assert b"[DONE]" not in stream
+        assert complete.startswith(b"HTTP/1.1 503")
+        assert server.process.wait(10) == 1
+        text = log.read_text()
+        assert text.splitlines()[-1] == "error: the core process was ended by SIGKILL"
+        assert "Traceback" not in text
+
+
+def test_a_killed_server_leaves_no_process(tiny: str, log: Path):
+    with serving(tiny, *PROCESS, log=log) as server:
+        core = core_of(server)
+        connection = send(server, body(stream=True))
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: has_ended(core), 5)
+        connection.close()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path):
+    broken = write_tiny_model(tmp_path / "broken")
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    start = command(broken, *PROCESS, "--port", "0")
+    result = subprocess.run(start, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if "model.safetensors" in line]
+    assert line.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_core_of_an_unknown_kind_is_refused(tiny: str):
+    result = subprocess.run(command(tiny, "--core", "both"), capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr == "error: core: got 'both', allowed: thread, process\n"
