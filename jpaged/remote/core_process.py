@@ -34,7 +34,7 @@ from ..text.grammar.grammar import Matcher
 from .core_calls import BETWEEN_STEPS, CALLS, CoreCalls
 from .core_client import CoreStatus
 from .failures import Failure, failure_of
-from .message_socket import MessageSocket
+from .message_socket import MessageSocket, MessageTooLongError
 from .parent_death import end_with_stdin, kill_with_parent
 from .sent_outputs import DepartingOutputs
 from .wire import (
@@ -42,7 +42,6 @@ from .wire import (
     Call,
     Drop,
     FromCore,
-    MessageTooLongError,
     Pause,
     Progress,
     PromptPiece,
@@ -59,12 +58,13 @@ from .wire import (
     Update,
     Welcome,
     greeting,
+    read_by_core,
 )
 
 logger = logging.getLogger("jpaged")
 
 HEARTBEAT_S = 1.0
-"""Seconds between two messages at most, while the front reads them."""
+"""Seconds between two heartbeats, while the front reads them."""
 LINGER_MS = 2000
 """Milliseconds that the last message has to leave."""
 NUM_WORKERS = 4
@@ -112,12 +112,11 @@ class CoreServer:
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="jpaged core worker")
         self._is_stopping = threading.Event()
         self._deliver_lock = threading.Lock()
-        """Guards the four lists, which hold what one `deliver` sends."""
+        """Guards the four lists, which hold what one `deliver` sends, and the order in which that leaves."""
         self._pieces: list[PromptPiece] = []
         self._outputs: list[StreamOutputs] = []
         self._answers: list[Answer] = []
         self._failures: list[StreamFailure] = []
-        self._last_sent_s = time.monotonic()
 
     def run(self, spec: StartSpec) -> int:
         """Make the engine and serve it until the front wants it to stop; return the exit status."""
@@ -148,18 +147,19 @@ class CoreServer:
     # On the socket's thread
 
     def _serve(self) -> None:
-        """Take the front's messages."""
+        """Take the front's messages, and send a heartbeat a second."""
+        next_beat_s = time.monotonic() + HEARTBEAT_S
         while not self._is_stopping.is_set():
             while (data := self._socket.receive()) is not None:
                 try:
-                    self._take(codec.decode(data, ToCore))  # type: ignore[arg-type]
+                    self._take(read_by_core(data))
                 except Exception as error:
                     logger.error("a message of the front is passed over: %s", one_line(error))
-            silent_s = time.monotonic() - self._last_sent_s
-            if silent_s >= HEARTBEAT_S and not self._socket.is_full:
-                self._send(Update(self._status()))
-                silent_s = 0.0
-            self._socket.wait(max(0.0, HEARTBEAT_S - silent_s))
+            if time.monotonic() >= next_beat_s and not self._socket.is_full:
+                next_beat_s = time.monotonic() + HEARTBEAT_S
+                with self._deliver_lock:
+                    self._send(Update(self._status(), open_streams=tuple(self._readers)))
+            self._socket.wait(max(0.0, next_beat_s - time.monotonic()))
 
     def _take(self, message: ToCore) -> None:
         """Do what a message asks for."""
@@ -252,9 +252,9 @@ class CoreServer:
             outputs, self._outputs = tuple(self._outputs), []
             answers, self._answers = tuple(self._answers), []
             failures, self._failures = tuple(self._failures), []
-        for piece in pieces:
-            self._send(piece)
-        self._send_update(Update(self._status(), outputs, answers, failures))
+            for piece in pieces:
+                self._send(piece)
+            self._send_update(Update(self._status(), outputs, answers, failures))
 
     def note_outputs(self, reader: RemoteReader, outputs: StepOutputs) -> None:
         """Add outputs of a stream to what is sent next. Called within `deliver`."""
@@ -307,7 +307,6 @@ class CoreServer:
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(codec.encode(message))
-        self._last_sent_s = time.monotonic()
 
 
 NOTHING = msgspec.Raw(codec.encode(None))

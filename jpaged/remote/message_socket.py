@@ -13,10 +13,16 @@ from contextlib import suppress
 
 import zmq
 
-from .wire import MAX_MESSAGE_BYTES, MessageTooLongError
+from ..errors import JpagedError
 
+MAX_MESSAGE_BYTES = 128 << 20
+"""No message is longer; whoever sends one looks at its length, since ZeroMQ's own limit would cut the line."""
 MAX_QUEUED = 10_000
 """Messages that ZeroMQ holds at each end before the other end has read them; more wait in `MessageSocket` itself."""
+
+
+class MessageTooLongError(JpagedError):
+    """A message is longer than MAX_MESSAGE_BYTES, and was not sent."""
 
 
 class MessageSocket:
@@ -55,7 +61,8 @@ class MessageSocket:
         Raise MessageTooLongError for one of more than MAX_MESSAGE_BYTES.
         """
         if len(message) > MAX_MESSAGE_BYTES:
-            raise MessageTooLongError(len(message))
+            fault = f"a message of {len(message)} bytes, allowed: at most {MAX_MESSAGE_BYTES}"
+            raise MessageTooLongError(fault)
         with self._lock:
             if self._is_closed:
                 return

@@ -23,21 +23,20 @@ from .. import codec
 from ..checks import one_line, refusal, shown
 from ..codec import PackedRequests
 from ..config.engine_config import PYTHON_ONLY, EngineConfig
-from ..errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
+from ..errors import ConfigError, EngineStoppedError, InvalidRequestError, JpagedError, QueueFullError
 from ..intake.builder_setup import BuilderSetup, builder_of
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest
 from .child_process import ChildProcess
 from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
 from .failures import error_of
-from .message_socket import MAX_QUEUED, MessageSocket
-from .sent_outputs import ArrivingOutputs, without_prompts
+from .message_socket import MAX_QUEUED, MessageSocket, MessageTooLongError
+from .sent_outputs import LOST, ArrivingOutputs, without_prompts
 from .wire import (
     Answer,
     Call,
     Drop,
     FromCore,
-    MessageTooLongError,
     Pause,
     Progress,
     PromptPiece,
@@ -51,6 +50,7 @@ from .wire import (
     Update,
     Welcome,
     greeting,
+    read_by_front,
 )
 
 logger = logging.getLogger("jpaged")
@@ -138,7 +138,7 @@ class ProcessClient(CoreClient):
         self._child.remove_folder()
         self._send(Welcome())
         while True:
-            message: FromCore = codec.decode(self._next_message(), FromCore)  # type: ignore[arg-type]
+            message = read_by_front(self._next_message())
             if isinstance(message, StartFailed):
                 raise error_of(message.failure)
             if isinstance(message, Ready):
@@ -171,7 +171,8 @@ class ProcessClient(CoreClient):
         self._streams[number] = stream
         try:
             await self._answer(number, Submit(number, takes_deltas, packed))
-        except (MessageTooLongError, UnicodeEncodeError) as error:
+            stream.is_queued = True
+        except MessageTooLongError as error:
             stream.close()
             raise InvalidRequestError(f"the request cannot be sent to the core process: {error}") from None
         except BaseException:  # Cancelled while the requests may be queued already.
@@ -318,7 +319,7 @@ class ProcessClient(CoreClient):
     def _take_data(self, data: bytes) -> None:
         """Take a message, or pass over one that cannot be read."""
         try:
-            self._take(codec.decode(data, FromCore))  # type: ignore[arg-type]
+            self._take(read_by_front(data))
         except Exception as error:
             logger.error("a message of the core process is passed over: %s", one_line(error))
 
@@ -344,8 +345,16 @@ class ProcessClient(CoreClient):
                 if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
                     stream.put(outputs)
         for failed in update.failures:
-            if (stream := self._streams.pop(failed.stream, None)) is not None:
-                stream.fail(error_of(failed.failure))
+            self._fail(failed.stream, error_of(failed.failure))
+        if update.open_streams is not None:
+            waiting = [number for number, one in self._streams.items() if one.is_queued and not one.arriving.are_over]
+            for number in set(waiting).difference(update.open_streams):
+                self._fail(number, JpagedError(LOST))
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """End a stream by an error."""
+        if (stream := self._streams.pop(number, None)) is not None:
+            stream.fail(error)
 
     def _resolve(self, answer: Answer) -> None:
         future = self._calls.get(answer.number)
@@ -385,6 +394,8 @@ class _ProcessStream(OutputStream):
         super().__init__(client, [message.request_id for message in messages])
         self.number = number
         self.arriving = ArrivingOutputs(messages)
+        self.is_queued = False
+        """The core has its requests."""
 
 
 def sent_config(config: EngineConfig) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class ArrivingOutputs:
         self._ended_samples: set[tuple[str, int]] = set()
         self._unended = set(self._messages)
         """Requests whose last output has not come."""
+        self._has_lost = False
+        """A request has ended here by an error, and in the core perhaps not."""
         self._prompt_tokens: dict[str, tuple[int, ...]] = {}
         """The prompts of requests that have had an output."""
         self._prompt_entries: dict[str, list[PromptLogprobs]] = {}
@@ -86,8 +88,8 @@ class ArrivingOutputs:
 
     @property
     def are_over(self) -> bool:
-        """Return whether the last output of each request has come."""
-        return not self._unended
+        """Return whether the last output of each request has come, so that the core has forgotten the stream."""
+        return not self._unended and not self._has_lost
 
     def take_piece(self, piece: PromptPiece) -> None:
         """Keep a piece of prompt logprobs for the output that it belongs to."""
@@ -126,6 +128,7 @@ class ArrivingOutputs:
                 prompt_logprobs[request_id] = entries
         for request_id in lost:
             logger.error("request %s: %s", request_id, LOST)
+            self._has_lost = True
             outputs.append(error_output(request_id, self._messages[request_id].prompt, LOST))
             self._unended.discard(request_id)
         kept = [delta for delta in deltas if delta.request_id not in lost]

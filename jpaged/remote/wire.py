@@ -12,27 +12,17 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
+from .. import codec
 from ..codec import PackedRequests
-from ..errors import JpagedError
 from ..intake.builder_setup import BuilderSetup
 from ..outputs import Logprob, StepOutputs
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .core_client import CoreSnapshot, CoreStatus
 from .failures import Failure
-
-MAX_MESSAGE_BYTES = 128 << 20
-"""No message is longer; whoever sends one looks at its length."""
-
-
-class MessageTooLongError(JpagedError):
-    """A message is longer than MAX_MESSAGE_BYTES, and was not sent."""
-
-    def __init__(self, num_bytes: int):
-        super().__init__(f"a message of {num_bytes} bytes, allowed: at most {MAX_MESSAGE_BYTES}")
 
 
 class StartSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,12 +141,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Update(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All that a step has for its readers, or the answers of calls, or nothing but a heartbeat."""
+    """All that a step has for its readers, or the answers of calls, or a heartbeat."""
 
     status: CoreStatus
     outputs: tuple[StreamOutputs, ...] = ()
     answers: tuple[Answer, ...] = ()
     failures: tuple[StreamFailure, ...] = ()
+    open_streams: tuple[int, ...] | None = None
+    """In a heartbeat: the streams that get more outputs. The last ones of all others were sent before it."""
 
 
 class PromptPiece(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -178,6 +170,16 @@ FromCore: TypeAlias = Progress | StartFailed | Ready | Update | PromptPiece | St
 
 SENT_BEFORE = ()
 """Stands for the logprobs of a prompt, of which there is at least one."""
+
+
+def read_by_core(data: bytes) -> ToCore:
+    """Return a message of the front. Raise msgspec.DecodeError for what is none."""
+    return codec.decode(data, cast(type[Any], ToCore))
+
+
+def read_by_front(data: bytes) -> FromCore:
+    """Return a message of the core. Raise msgspec.DecodeError for what is none."""
+    return codec.decode(data, cast(type[Any], FromCore))
 
 
 def greeting() -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.remote import message_socket, sent_outputs
 
 POLL_S = 0.01
 
@@ -41,6 +42,14 @@ def held(config: EngineConfig, progress: Any, *, folder: str) -> Any:
     engine.loop.advance = slow_advance  # type: ignore[method-assign]
     Grammars.matcher = slow_matcher  # type: ignore[method-assign]
     return engine
+
+
+def has_short_messages(config: EngineConfig, progress: Any, *, max_bytes: int) -> Any:
+    """Return an engine in a process that sends no message with more bytes, and logprobs of prompts in small pieces."""
+    from jpaged.engine import Engine
+
+    message_socket.MAX_MESSAGE_BYTES, sent_outputs.PIECE_LOGPROBS = max_bytes, 100
+    return Engine.from_engine_args(config, progress=progress)
 
 
 def refuses(config: EngineConfig, progress: Any) -> Any:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.remote import message_socket
-from jpaged.remote.message_socket import MessageSocket
-from jpaged.remote.wire import MessageTooLongError
+from jpaged.remote.message_socket import MessageSocket, MessageTooLongError
 
 
 @pytest.fixture
