@@ -119,8 +119,8 @@ class ServerLifecycle:
             os._exit(0)
         await state.close()
         self._remove_socket()
-        if state.error is not None:
-            raise state.error
+        if state.fault is not None:
+            raise state.fault
         # The interpreter would wait for bodies of clients that are gone, and for programs that nothing runs any more.
         if state.bodies.is_parsing or state.is_compiling:
             logging.shutdown()
@@ -142,7 +142,7 @@ class ServerLifecycle:
         try:
             started = await asyncio.to_thread(self._start_engine)
         except BaseException as error:
-            self.state.error = error
+            self.state.fault = error
             if not isinstance(error, JpagedError | ModelLoadError | EngineStoppedError | OSError):
                 logger.error("the engine could not start", exc_info=error)
             self._end_requested.set()
@@ -155,7 +155,7 @@ class ServerLifecycle:
         while not self._end_requested.is_set():
             await asyncio.sleep(CORE_POLL_S)
             if lost := self.state.lost_core:
-                self.state.error = EngineStoppedError(lost)
+                self.state.fault = EngineStoppedError(lost)
                 self._end_requested.set()
 
     def _on_signal(self) -> None:
@@ -168,7 +168,7 @@ class ServerLifecycle:
     async def _drain(self) -> None:
         """Refuse new requests while those that are open have time to end; then end them by an error."""
         self.state.is_stopping = True
-        grace_s = self.state.options.shutdown_timeout if self.state.error is None else CLOSE_S
+        grace_s = self.state.options.shutdown_timeout if self.state.fault is None else CLOSE_S
         if num_open := len(self.state.generations):
             logger.info("stopping: open requests, %d, have %g s to end", num_open, grace_s)
         await self._wait_for_responses(grace_s)

@@ -90,7 +90,7 @@ class ServerState:
         self.start_unix_s = int(time.time())
         self.fingerprint = ""
         self.is_stopping = False
-        self.error: BaseException | None = None
+        self.fault: BaseException | None = None
         """Why the engine could not start, or how its process has ended."""
         self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
@@ -163,7 +163,7 @@ class ServerState:
     @property
     def status(self) -> str:
         """Return "ok" where requests are taken, else "starting", "sleeping", "stopping" or "failed"."""
-        if self.error is not None:
+        if self.fault is not None:
             return "failed"
         if self.is_stopping:
             return "stopping"

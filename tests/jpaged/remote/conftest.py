@@ -20,6 +20,14 @@ OPTIONS: dict[str, Any] = {**SIZES, "limits": {"waiting_requests": 4}}
 StartProcess = Callable[..., ProcessClient]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def import_path() -> Iterator[None]:
+    """Let core processes find `core_makers`: they search where this process does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield
+
+
 @pytest.fixture(scope="module")
 def start_process(tiny: str) -> Iterator[StartProcess]:
     """Give a function that starts a core process for the tiny model; all are shut down after the module."""
@@ -30,11 +38,9 @@ def start_process(tiny: str) -> Iterator[StartProcess]:
         clients.append(ProcessClient(EngineConfig(model=tiny, **OPTIONS), **named, **options))
         return clients[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        yield start
-        for client in clients:
-            client.shutdown()
+    yield start
+    for client in clients:
+        client.shutdown()
 
 
 @pytest.fixture(scope="module", params=["thread", "process"])

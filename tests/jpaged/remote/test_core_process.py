@@ -75,6 +75,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def thread_states(pid: int) -> set[str]:
+    """Return the states of a process's threads."""
+    return {path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
 async def take_all(stream: OutputStream) -> None:
     """Take outputs until the stream raises an error."""
     while True:
@@ -175,6 +180,7 @@ def test_a_killed_core_ends_streams_and_calls_by_an_error_that_names_the_signal(
         client.pause()
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)  # So that the call is under way when the process is killed.
+        until(lambda: thread_states(client.pid) == {"T"})
         call = asyncio.create_task(client.stats())
         await asyncio.sleep(0.1)
         os.kill(client.pid, signal.SIGKILL)
