@@ -115,7 +115,8 @@ def _start_process(
     from ..remote.process_client import ProcessClient
 
     options = {"keeps_programs": True, "compiles_behind": True}
-    client = ProcessClient(config, options=options, progress=partial(_report, state, progress))
+    report = partial(_report, state, progress)
+    client = ProcessClient(config, options=options, progress=report, watch=state.options.watch)
     progress.close()
     return _started(
         AsyncEngine.from_process(config, client),
@@ -156,13 +157,16 @@ def _started(
 
 
 def _log() -> None:
-    """Write the log of the server to stderr: warnings, and one line for each request."""
+    """Write the log of the server to stderr: warnings, one line for each request, and at a signal stacks."""
+    from ..remote.watchdog import print_stacks_at_signal
+
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("jpaged")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    print_stacks_at_signal()
 
 
 def serve_parser() -> FlagParser:

@@ -94,6 +94,11 @@ class ChildProcess:
         if not self._has_ended.wait(max_s):
             self.kill()
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it is there. Any thread may call."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kill the process, and wait for its end. Any thread may call."""
         if self._process is not None:

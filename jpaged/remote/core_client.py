@@ -12,13 +12,16 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..core.request_counts import RequestCounts
 from ..messages import NewRequest
 from ..outputs import StepOutputs
+
+COMPILING_FACTOR = 10
+"""How many times as long as a step a compilation may take."""
 
 
 class CoreStatus(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -54,6 +57,22 @@ class CoreSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     engine counts them."""
     requests: RequestCounts | None = None
     """Counts and times of steps and requests, of a client that counts them."""
+
+
+class WatchOptions(NamedTuple):
+    """How long a core may make no progress, and what happens then."""
+
+    step_s: float = 60.0
+    """Seconds in which a step, or the core's next heartbeat, must have come; COMPILING_FACTOR times as many while
+    programs are compiled."""
+    start_s: float = 600.0
+    """Seconds in which the start must have come further."""
+    ends_core: bool = False
+    """A core process that hangs is killed; else it is only reported."""
+
+    def limit_s(self, status: CoreStatus) -> float:
+        """Return the seconds that a core may take for what it is doing."""
+        return self.step_s * (COMPILING_FACTOR if status.is_compiling else 1)
 
 
 class RequestNames:
@@ -125,6 +144,13 @@ class CoreClient(ABC):
     @abstractmethod
     def status(self) -> CoreStatus:
         """Return what the core is doing. This waits for nothing, and can be called whatever the core does."""
+
+    @abstractmethod
+    def watch(self, options: WatchOptions) -> str:
+        """Return what hangs in the core, as a sentence without its full stop; empty while it goes on.
+
+        Called about once a second. The stacks of all threads are printed once it hangs; see `WatchOptions` for more.
+        """
 
     @property
     def lost_process(self) -> str:

@@ -30,13 +30,14 @@ from ..errors import JpagedError, ModelLoadError
 from ..intake.builder_setup import setup_of
 from ..messages import NewRequest
 from ..outputs import StepOutputs
+from ..startup.parent_death import end_with_stdin, kill_with_parent
 from ..text.grammar.grammar import Matcher
 from .core_calls import BETWEEN_STEPS, CALLS, CoreCalls
 from .core_client import CoreStatus
 from .failures import Failure, failure_of
 from .message_socket import MessageSocket, MessageTooLongError
-from .parent_death import end_with_stdin, kill_with_parent
 from .sent_outputs import DepartingOutputs
+from .watchdog import print_stacks_at_signal
 from .wire import (
     Answer,
     Call,
@@ -331,6 +332,7 @@ def main() -> int:
         return EXIT_START_FAILED
     spec = msgspec.json.decode(line, type=StartSpec)
     end_with_stdin(sys.stdin.buffer, remove_folder)
+    print_stacks_at_signal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Service managers send it to all processes; the front decides.
     os.dup2(2, 1)  # What libraries print goes to the log.
     _log(spec.log_level)

@@ -67,11 +67,7 @@ class MessageSocket:
             if self._is_closed:
                 return
             self._unsent.append(message)
-            self._send_unsent()
-            # Sending may have taken notice of a message that has come: `files` would not tell of it any more.
-            events = self._socket.getsockopt(zmq.EVENTS)
-            assert isinstance(events, int)
-            has_come = bool(events & zmq.POLLIN)
+            has_come = self._settle()
         if has_come:
             self.wake()
 
@@ -80,10 +76,23 @@ class MessageSocket:
         with self._lock:
             if self._is_closed:
                 return None
+            while True:
+                with suppress(zmq.Again):
+                    return self._socket.recv(zmq.NOBLOCK)
+                if not self._settle():
+                    return None
+
+    def _settle(self) -> bool:
+        """Send what there is room for, and return whether a message has come. The caller holds the lock.
+
+        Each call of ZeroMQ may take notice of room, or of a message: `files` would not tell of it any more.
+        """
+        while True:
             self._send_unsent()
-            with suppress(zmq.Again):
-                return self._socket.recv(zmq.NOBLOCK)
-        return None
+            events = self._socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            if not (self._unsent and events & zmq.POLLOUT):
+                return bool(events & zmq.POLLIN)
 
     def _send_unsent(self) -> None:
         """Send what there is room for. The caller holds the lock."""

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,10 +30,11 @@ from ..intake.builder_setup import BuilderSetup, builder_of
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest
 from .child_process import ChildProcess
-from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, WatchOptions
 from .failures import error_of
 from .message_socket import MAX_QUEUED, MessageSocket, MessageTooLongError
 from .sent_outputs import LOST, ArrivingOutputs, without_prompts
+from .watchdog import STACKS_S, STACKS_SIGNAL, Watchdog, sign_of_life, work_of
 from .wire import (
     Answer,
     Call,
@@ -78,11 +81,13 @@ class ProcessClient(CoreClient):
         maker: str = ENGINE_MAKER,
         options: Mapping[str, Any] | None = None,
         progress: ReportProgress | None = None,
+        watch: WatchOptions = WatchOptions(),  # noqa: B008 (it is frozen)
     ):
         """Start the process, and wait until it takes requests. `options` are those of the `maker`.
 
-        `progress(name, done, total)` is called meanwhile. Raise ConfigError for an option that no message can hold,
-        what has kept the engine from starting, and EngineStoppedError if the process ends before it is ready.
+        `progress(name, done, total)` is called meanwhile, and `watch` says how long there may be none. Raise
+        ConfigError for an option that no message can hold, what has kept the engine from starting, and
+        EngineStoppedError if the process ends before it is ready, or hangs.
         """
         self._names = RequestNames(self._take_numbers)
         self._num_requests = 0
@@ -101,7 +106,10 @@ class ProcessClient(CoreClient):
         """Why the core takes no requests any more; empty while it does."""
         self._is_stopping = False
         """It was this client that has ended it."""
+        self._num_heard = 0
+        """Messages that have come."""
         self._child = ChildProcess(maker, sent_config(config), options or {}, self._on_child_end)
+        self._watchdog = Watchdog(partial(self._child.signal, STACKS_SIGNAL))
         try:
             self._socket = MessageSocket(self._child.address, is_front=True)
         except BaseException:
@@ -109,7 +117,7 @@ class ProcessClient(CoreClient):
             raise
         try:
             self._child.start()
-            ready = self._wait_until_ready(progress)
+            ready = self._wait_until_ready(progress, watch)
         except BaseException:
             self._child.kill()
             self._socket.close()
@@ -131,30 +139,37 @@ class ProcessClient(CoreClient):
 
     # The start
 
-    def _wait_until_ready(self, progress: ReportProgress | None) -> Ready:
+    def _wait_until_ready(self, progress: ReportProgress | None, watch: WatchOptions) -> Ready:
         """Read the messages of the start, up to the one that says that the core is ready."""
-        first = self._next_message()
+        first = self._next_message(0, watch)
         check_greeting(first)
         self._child.remove_folder()
         self._send(Welcome())
+        num_parts = 1
         while True:
-            message = read_by_front(self._next_message())
+            message = read_by_front(self._next_message(num_parts, watch))
             if isinstance(message, StartFailed):
                 raise error_of(message.failure)
             if isinstance(message, Ready):
                 return message
-            if isinstance(message, Progress) and progress is not None:
-                progress(message.name, message.num_done, message.num_parts)
+            if isinstance(message, Progress):
+                num_parts += 1
+                if progress is not None:
+                    progress(message.name, message.num_done, message.num_parts)
 
-    def _next_message(self) -> bytes:
-        """Wait for the next message. Raise EngineStoppedError if the process ends instead."""
+    def _next_message(self, num_parts: int, watch: WatchOptions) -> bytes:
+        """Wait for the next message, after so many that have told of progress.
+
+        Raise EngineStoppedError if the process ends instead, or hangs and is to end.
+        """
         while (data := self._socket.receive()) is None:
             if not self._child.has_ended:
                 self._socket.wait(START_POLL_S)
+                self._look(num_parts, watch.start_s, "the start of the core process", watch)
                 continue
             self._socket.wait(LAST_MESSAGES_S)
             if (data := self._socket.receive()) is None:
-                raise EngineStoppedError(f"{self._child.end} before it was ready")
+                raise EngineStoppedError(f"{self._end or self._child.end}, before it was ready")
             break
         return data
 
@@ -225,6 +240,21 @@ class ProcessClient(CoreClient):
         if not self._end:
             return self._status
         return msgspec.structs.replace(self._status, is_alive=False, is_compiling=False, has_work=False)
+
+    def watch(self, options: WatchOptions) -> str:
+        status = self.status()
+        if self._end:
+            return ""
+        sign = sign_of_life(status, self._num_heard)
+        return self._look(sign, options.limit_s(status), work_of(status), options)
+
+    def _look(self, sign: Hashable, limit_s: float, doing: str, options: WatchOptions) -> str:
+        """Return what hangs; kill the process, once it had time to print its stacks, if that is to end it."""
+        stall = self._watchdog.look(sign, limit_s, doing)
+        if stall and options.ends_core and self._watchdog.silent_s >= limit_s + STACKS_S:
+            self._end = f"the core process was killed, since {stall}"
+            self._child.signal(signal.SIGKILL)
+        return stall
 
     @property
     def lost_process(self) -> str:
@@ -318,6 +348,7 @@ class ProcessClient(CoreClient):
 
     def _take_data(self, data: bytes) -> None:
         """Take a message, or pass over one that cannot be read."""
+        self._num_heard += 1
         try:
             self._take(read_by_front(data))
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +14,8 @@ from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..text.grammar.grammar import Matcher
 from .core_calls import CoreCalls
-from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, WatchOptions
+from .watchdog import Watchdog, print_own_stacks, sign_of_life, work_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -29,6 +31,7 @@ class ThreadClient(CoreClient):
         self._calls = CoreCalls(engine, _deliver, stat_loggers, counts_requests=counts_requests)
         self._names = RequestNames(engine.builder.take_numbers)
         self._core = self._calls.thread
+        self._watchdog, self._looks = Watchdog(print_own_stacks), itertools.count()
 
     async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
         grammars: list[Matcher | None] = [None] * len(messages)
@@ -85,6 +88,13 @@ class ThreadClient(CoreClient):
 
     def status(self) -> CoreStatus:
         return self._calls.status()
+
+    def watch(self, options: WatchOptions) -> str:
+        status = self.status()
+        if not status.is_alive:
+            return ""
+        sign = sign_of_life(status, next(self._looks))  # A thread without work needs no heartbeat.
+        return self._watchdog.look(sign, options.limit_s(status), work_of(status))
 
     async def snapshot(self) -> CoreSnapshot:
         return await asyncio.to_thread(self._calls.snapshot)

@@ -16,6 +16,7 @@ from ..async_engine import CORES
 from ..checks import CheckedFields, Unfit, boolean, integer, number, one_of, or_none, text
 from ..errors import ConfigError
 from ..limits import LIMITS
+from ..remote.core_client import WatchOptions
 from .urls import origin, traces_endpoint
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
@@ -23,6 +24,8 @@ MAX_KEY_CHARS = 1024
 LOOPBACKS = ("127.0.0.1", "::1")
 MAX_PORT_TRIES = 10
 """How often a port is drawn that must be free at several addresses."""
+WATCHDOGS = ("report", "exit")
+"""What can be done about a core that hangs."""
 Address = tuple[int, tuple[Any, ...]]
 """A family of addresses, and an address as sockets of that family take it."""
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
@@ -136,6 +139,25 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
         "requests do not hold up each other; default: thread",
         metavar="CORE",
     )
+    watchdog: str = checks.checked(
+        "report",
+        one_of(*WATCHDOGS),
+        "what is done about a core that hangs, once /health says 503 and the stacks of its threads are in the log: "
+        "report alone, or exit; default: report",
+        metavar="DEED",
+    )
+    watchdog_timeout: float = checks.checked(
+        60.0,
+        number(2.0, 86400.0),
+        "seconds without progress after which a step hangs; a compilation may take ten times as long; default: 60",
+        metavar="X",
+    )
+    start_timeout: float = checks.checked(
+        600.0,
+        number(2.0, 86400.0),
+        "seconds without progress after which the start hangs; default: 600",
+        metavar="X",
+    )
     vllm_metrics: bool = checks.checked(False, boolean, "name the metrics vllm:… instead of jpaged:…")
     metrics_without_key: bool = checks.checked(False, boolean, "serve /metrics to clients without a key too")
     disable_log_requests: bool = checks.checked(False, boolean, "log no line for each request")
@@ -165,6 +187,11 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
                 fault = f"{self.ssl_certfile} ({checks.one_line(error, 100)})"
                 allowed = "a certificate in PEM form, with its key there or in ssl_keyfile"
                 raise checks.refusal("ssl_certfile", fault, allowed, error=ConfigError) from error
+
+    @property
+    def watch(self) -> WatchOptions:
+        """Return how long the core may make no progress, and what happens then."""
+        return WatchOptions(self.watchdog_timeout, self.start_timeout, ends_core=self.watchdog == "exit")
 
     def read_keys(self) -> tuple[str, ...]:
         """Return all keys, those of `api_key_file` too. Raise ConfigError for a file that holds none."""

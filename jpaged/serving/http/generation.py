@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ConfigError
 from ...outputs import RequestOutput, StepOutputs
@@ -28,6 +28,7 @@ EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 JSON_HEADERS = [(b"content-type", b"application/json")]
+Result = TypeVar("Result")
 
 
 class Generation:
@@ -41,7 +42,8 @@ class Generation:
         self.encoder: Encoder | None = None
         self.interruption: HTTPError | None = None
         """Why it ends early. Its client is told, unless it is what has left."""
-        self._parsing: asyncio.Future[GenerationRequest] | None = None
+        self._awaited: asyncio.Future[Any] | None = None
+        """What comes before outputs: the parsed request, then its stream, which may have to wait for a step."""
         self.stream: OutputStream | None = None
         self.last_sent_s = time.monotonic()
         self.is_waiting = True
@@ -52,8 +54,8 @@ class Generation:
         """End the response early: nothing is sent any more but `reason`, and nothing at all if it is CLIENT_GONE."""
         if self.interruption is None:
             self.interruption = reason
-        if self._parsing is not None:
-            self._parsing.cancel()
+        if self._awaited is not None:
+            self._awaited.cancel()
         if self.stream is not None and not self.is_waiting:  # An event is being sent, perhaps for long.
             self.stream.close()
         self.nudge()
@@ -123,18 +125,14 @@ class Generation:
         send: Callable[[Any], Any],
     ) -> None:
         state = self.state
-        self._parsing = parse()
-        try:
-            request = await self._parsing
-        except asyncio.CancelledError:
-            self._raise_if_interrupted()
-            raise
+        request = await self._unless_interrupted(parse())
         self.headers += warning_headers(request.warnings)
         if request.client_id is not None:
             self.scope[ID_KEY] = request.client_id
         self._raise_if_interrupted()
         try:
-            self.stream = await state.engine.submit(request.new_requests, takes_deltas=request.is_stream)
+            submit = state.engine.submit(request.new_requests, takes_deltas=request.is_stream)
+            self.stream = await self._unless_interrupted(asyncio.ensure_future(submit))
         except ConfigError:  # It has gone to sleep since it was looked at.
             state.check_ready()
             raise
@@ -152,6 +150,15 @@ class Generation:
             await self._send_events(encoder, send)
         else:
             await self._send_complete(encoder, send)
+
+    async def _unless_interrupted(self, future: asyncio.Future[Result]) -> Result:
+        """Wait for a future, which an interruption cancels. Raise the reason of that."""
+        self._awaited = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._raise_if_interrupted()
+            raise
 
     async def _send_complete(self, encoder: Encoder, send: Callable[[Any], Any]) -> None:
         """Wait for all outputs, and send them as one body."""

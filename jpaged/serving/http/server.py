@@ -36,7 +36,7 @@ CLOSE_S = 2
 POLL_S = 0.02
 """Seconds between two looks whether all responses have ended."""
 CORE_POLL_S = 0.5
-"""Seconds between two looks whether the core's process has ended."""
+"""Seconds between two looks whether the core's process has ended, and whether the core goes on."""
 NUM_ACCEPTS = 100
 """Connections that are accepted before the event loop goes on."""
 NUM_OTHER_FILES = 200
@@ -114,9 +114,11 @@ class ServerLifecycle:
         await serving
         for beat in beats:
             beat.cancel()
-        if not start.done():  # An engine that is still loading cannot be stopped, and nothing depends on it.
+        is_stuck = state.stall and options.core == "thread"
+        if is_stuck or not start.done():  # Neither can be stopped, and nothing depends on it.
             self._remove_socket()
-            os._exit(0)
+            logging.shutdown()
+            os._exit(0 if state.fault is None else 1)
         await state.close()
         self._remove_socket()
         if state.fault is not None:
@@ -151,12 +153,22 @@ class ServerLifecycle:
         logger.info("serving after %.1f s", time.monotonic() - start_s)
 
     async def _watch_core(self) -> None:
-        """End the server once the process of its core has ended: its streams get an error before that."""
+        """End the server once its core has ended or hangs, if it may: its streams get an error before that."""
+        state = self.state
         while not self._end_requested.is_set():
             await asyncio.sleep(CORE_POLL_S)
-            if lost := self.state.lost_core:
-                self.state.fault = EngineStoppedError(lost)
+            state.watch()
+            if lost := state.lost_core or self._fatal_stall():
+                state.fault = EngineStoppedError(lost)
                 self._end_requested.set()
+
+    def _fatal_stall(self) -> str:
+        """Return what hangs in this process if that is to end the server; empty else."""
+        options, stall = self.state.options, self.state.stall
+        if not stall or options.core != "thread" or options.watchdog != "exit":
+            return ""
+        logger.critical("the server ends, since %s", stall)
+        return stall
 
     def _on_signal(self) -> None:
         """Begin to end; end at once at the second signal."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...remote.watchdog import Watchdog, print_own_stacks
 from ..metrics import ServerMetrics
 from ..options import ServeOptions
 from ..protocols.http_errors import HTTPError, unavailable
@@ -92,6 +93,9 @@ class ServerState:
         self.is_stopping = False
         self.fault: BaseException | None = None
         """Why the engine could not start, or how its process has ended."""
+        self.stall = ""
+        """What hangs in the engine or its start; empty while that goes on."""
+        self._start_watchdog = Watchdog(print_own_stacks)
         self.bodies = BodyParser(limits["pending_bytes"])
         self._started: StartedEngine | None = None
         self._client: CoreClient | None = None
@@ -162,11 +166,13 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """Return "ok" where requests are taken, else "starting", "sleeping", "stopping" or "failed"."""
+        """Return "ok" where requests are taken, else "starting", "sleeping", "stalled", "stopping" or "failed"."""
         if self.fault is not None:
             return "failed"
         if self.is_stopping:
             return "stopping"
+        if self.stall:
+            return "stalled"
         if self._client is None:
             return "starting"
         core = self._client.status()
@@ -179,6 +185,8 @@ class ServerState:
         status = self.status
         if status == "starting":
             return {"status": status, **self._phase.fields}
+        if status == "stalled":
+            return {"status": status, "reason": self.stall}
         if status != "ok":
             return {"status": status}
         assert self._client is not None
@@ -188,6 +196,14 @@ class ServerState:
         # As if nothing had been held for requests, so that `eta_s` counts seconds of compiling.
         start_s = self._ready_s + core.held_s
         return {"status": status, **StartPhase(name, done, total, start_s, self._num_compiled).fields}
+
+    def watch(self) -> None:
+        """Look whether the engine, or its start, goes on. Called about once a second."""
+        options = self.options.watch
+        if self._client is not None:
+            self.stall = self._client.watch(options)
+        elif self.options.core == "thread":  # A client watches the start of its process.
+            self.stall = self._start_watchdog.look(self._phase, options.start_s, "the start of the engine")
 
     @property
     def lost_core(self) -> str:

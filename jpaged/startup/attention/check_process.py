@@ -41,6 +41,7 @@ from ...pallas_kernels.ragged_paged_attention.interface import (
 from ...pallas_kernels.ragged_paged_attention.names import BACKENDS
 from ...sharding import select_devices, visible_accelerators
 from ..import_path import import_path
+from ..parent_death import kill_with_parent
 from ..sizing.sizes import chosen_dtypes
 from .check import EACH_START, keep_result, kernel_error, result_file, source_digest, too_different
 from .choice import attention_shape, load_backend
@@ -156,14 +157,15 @@ def _driver_lines() -> Iterator[str]:
 def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
     """Run `main` in a child process and return its result, or a failure if it crashes or takes longer than `limit_s`.
 
-    The child is killed, with its own children, when its time is over or this process is interrupted. An answer, a line
+    The child is killed, with its own children, when its time is over or this process is interrupted; on Linux it dies
+    with this process. An answer, a line
     that begins with RESULT, counts even if the child crashes or hangs after it; it says itself whether it is lasting.
     Without an answer, the failure is lasting if the child hung after it had opened the device, or was ended by a signal
     of a crash, such as SIGSEGV. It is not lasting if the child could not start or failed otherwise. Nothing is raised
     for a failed child.
     """
     # A session of its own lets `_end` kill the children of the child too.
-    command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
+    command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}", str(os.getpid())]
     with TemporaryFile() as answer, TemporaryFile() as errors:
 
         def lines(file: IO[bytes]) -> list[str]:  # All that the child has written to it so far.
@@ -208,13 +210,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait(KILL_WAIT_S)
 
 
-def main(limit_s: float) -> int:
+def main(limit_s: float, parent: int) -> int:
     """Answer the request on stdin, JSON, by one line on stdout: RESULT and the result as JSON. Return 0.
 
-    `limit_s` is the time in seconds after which the parent kills this process.
+    `limit_s` is the time in seconds after which the process `parent` kills this one.
     """
-    # If the parent is gone, SIGALRM ends this process, also while native code hangs.
+    # If the parent is gone, SIGALRM ends this process, also while native code hangs; on Linux it ends at once.
     signal.alarm(math.ceil(limit_s) + KILL_WAIT_S)
+    kill_with_parent(parent)
     result = _compare(msgspec.json.decode(sys.stdin.read(), type=CheckRequest))
     print(f"\n{RESULT}{msgspec.json.encode(result).decode()}", flush=True)
     return 0
@@ -305,4 +308,4 @@ def _jax_may_use_gpus() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))

@@ -73,3 +73,25 @@ def holds_the_lock(config: EngineConfig, progress: Any) -> Any:
     """Let no other Python code run, and read no stdin: native code that hangs."""
     threading.Event().wait(0.1)  # The thread that reads stdin is there.
     ctypes.PyDLL(None).sleep(600)
+
+
+def starts_late(config: EngineConfig, progress: Any, *, seconds: float) -> Any:
+    from jpaged.engine import Engine
+
+    time.sleep(seconds)
+    return Engine.from_engine_args(config, progress=progress)
+
+
+def holds_the_lock_in_steps(config: EngineConfig, progress: Any) -> Any:
+    """Return an engine whose first step lets no other Python code run."""
+    from jpaged.engine import Engine
+
+    engine = Engine.from_engine_args(config, progress=progress)
+
+    def holding_advance() -> None:
+        engine.core.num_steps += 1
+        time.sleep(1.5)  # The front learns that there is work.
+        ctypes.PyDLL(None).sleep(600)
+
+    engine.loop.advance = holding_advance  # type: ignore[method-assign]
+    return engine

@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 STARTS_THAT_FAIL: dict[str, tuple[str, type[Exception], str]] = {
     "an option that the engine refuses": ("refuses", ConfigError, "^model: got no good one$"),
     "a bug": ("has_a_bug", JpagedError, "^ZeroDivisionError: "),
-    "an end": ("ends", EngineStoppedError, "^the core process has ended with status 7 before it was ready$"),
+    "an end": ("ends", EngineStoppedError, "^the core process has ended with status 7, before it was ready$"),
 }
 
 

@@ -65,6 +65,8 @@ def test_responses_are_those_of_a_server_with_a_thread(served: Served, apart: Se
     status, _, expected = served.request(path, fields)
     found_status, _, found = apart.request(path, fields)
     assert found_status == status
+    for response in (found, expected):
+        response.get("usage", {}).pop("prompt_tokens_details", None)  # Other tests fill the cache of `served`.
     names = ("choices", "usage", "error")
     assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}
 

@@ -113,12 +113,36 @@ def test_odd_folders_and_output_do_not_disturb_the_check(tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_a_child_whose_parent_is_gone_ends_by_itself() -> None:
     request = msgspec.json.encode(request_of(broken_kernels.Hangs)).decode()
-    command = [sys.executable, "-P", "-m", check_process.__name__, "4"]
+    command = [sys.executable, "-P", "-m", check_process.__name__, "4", str(os.getpid())]
     run = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, timeout=60, env={
         **os.environ, "PYTHONPATH": str(ROOT)
     })  # fmt: skip
     assert run.returncode == -signal.SIGALRM
     assert check_process.DEVICE_IS_OPEN in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end the children of a process")
+def test_a_child_dies_at_once_with_the_process_that_checks(tmp_path: Path) -> None:
+    """Else it would keep a GPU's memory until its time is over."""
+    script = (
+        "from tests.jpaged.startup.attention.test_check_process import broken_kernels, request_of\n"
+        "from jpaged.startup.attention.check_process import check_in_subprocess\n"
+        "check_in_subprocess(request_of(broken_kernels.Hangs))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    while not (child := children.read_text().strip()):
+        time.sleep(0.05)
+    while b"check_process" not in Path(f"/proc/{child}/cmdline").read_bytes():
+        time.sleep(0.05)
+    time.sleep(5)  # It has come to `main`.
+    parent.kill()
+    parent.wait()
+    end_s = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
 
 
 def test_a_kernel_that_hangs_is_ended_in_time_in_a_child_and_in_the_process_that_makes_the_check() -> None:
