@@ -49,6 +49,9 @@ seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
 steps() { python -m pytest tests/test_device_compile.py -m slow && python scripts/mesh_costs.py; }
 quick() { python -m pytest; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
+serving_process() { # All tests of servers once more, with the core in a process.
+  JPAGED_TEST_CORE=process python -m pytest -m "slow or not slow" tests/jpaged/serving
+}
 live() { python scripts/live_weights.py && python scripts/array_costs.py; }
 examples() { # Beside the libraries that they are for, which need environments of their own.
   local name venv
@@ -77,7 +80,7 @@ page() { # The server's page, in Chromium; where it is missing, .ci/run skips th
 }
 clients() { python scripts/serve_clients.py && python scripts/tool_turns.py; } # Their environments, of 9 GB, stay in the user's cache folder.
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow live examples torch readme page clients}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow serving_process live examples torch readme page clients}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

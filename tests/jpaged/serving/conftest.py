@@ -1,7 +1,7 @@
 """A server of the tiny model that the tests of this folder share, and the same model in this process."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from jpaged.serving.protocols.request_parser import RequestParser
 
 from ..tiny_model import SIZE_FLAGS, SIZES
 from .scripted import SIZES as SCRIPTED_SIZES
-from .scripted import Scripted, scripted_server, write_scripted_model
-from .served import Served, serving
+from .scripted import SavedScripts, Scripted, saved_scripts_server, write_scripted_model
+from .served import CORE, Served, serving
 
 # A test of the server is no test of optimized programs.
 FLAGS: list[Any] = [*SIZE_FLAGS, "--served-model-name", "tiny", "--enable-admin"]
@@ -49,9 +49,9 @@ def locked(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     """Give a server whose model writes what tests put into its scripts."""
-    scripts: dict[str, str | Sequence[str]] = {}
-    directory = write_scripted_model(tmp_path_factory.mktemp("scripted") / "model")
-    with scripted_server(directory, scripts) as url:
+    folder = tmp_path_factory.mktemp("scripted")
+    directory, scripts = write_scripted_model(folder / "model"), SavedScripts(folder / "scripts")
+    with saved_scripts_server(directory, scripts, core=CORE) as url:
         yield Scripted(url, scripts)
 
 

@@ -8,17 +8,21 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged import Engine
 from jpaged.async_engine import AsyncEngine
+from jpaged.config.engine_config import EngineConfig
+from jpaged.remote.process_client import ProcessClient
 from jpaged.request import Request
 from jpaged.serving.http.app import make_app
 from jpaged.serving.http.http_protocol import uvicorn_config
@@ -79,11 +83,27 @@ def write_scripted_model(directory: Path, *, template: str = TEMPLATE, max_model
     return directory
 
 
+Script = str | Sequence[str]
+"""What the model writes, `<|end|>` included; or one such text for each sample."""
+
+
+class SavedScripts(UserDict[str, Script]):
+    """Scripts that a core process reads too: a file holds them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        super().__init__()
+
+    def __setitem__(self, text: str, script: Script) -> None:
+        super().__setitem__(text, script)
+        self.path.write_text(json.dumps(self.data))
+
+
 class ScriptedRunner:
     """A runner whose sampled rows hold the next tokens of scripts."""
 
-    def __init__(self, engine: Engine, scripts: Mapping[str, str | Sequence[str]]):
-        """`scripts` is a text → what is written behind a prompt that holds it last, or one output for each sample."""
+    def __init__(self, engine: Engine, scripts: Callable[[], Mapping[str, Script]]):
+        """`scripts` returns a text → what is written behind a prompt that holds it last."""
         self._core, self._runner, self._scripts = engine.core, engine.core.runner, scripts
         assert engine.tokenizer is not None
         self._tokenizer = engine.tokenizer
@@ -118,9 +138,10 @@ class ScriptedRunner:
 
     def _script(self, sample: Any) -> list[int]:
         prompt = self._tokenizer.decode(list(sample.request.prompt_token_ids), skip_special_tokens=False)
-        key = max(self._scripts, key=lambda text: (prompt.rfind(text), len(text)))
+        scripts = self._scripts()
+        key = max(scripts, key=lambda text: (prompt.rfind(text), len(text)))
         assert key in prompt, "a prompt without a script"
-        script = self._scripts[key]
+        script = scripts[key]
         text = script if isinstance(script, str) else script[sample.index]
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -143,15 +164,38 @@ class Scripted(NamedTuple):
     """A server of a scripted model, whose name is `scripted`."""
 
     url: str
-    scripts: dict[str, str | Sequence[str]]
-    """A text of a prompt → what the model writes behind a prompt that holds it last, `<|end|>` included; or one such
-    text for each sample."""
+    scripts: SavedScripts
+    """A text of a prompt → what the model writes behind a prompt that holds it last."""
+
+
+def scripted_core(config: EngineConfig, progress: Any, *, scripts: str) -> Engine:
+    """Return the engine of a core process, whose scripts are in a file."""
+    engine = Engine.from_engine_args(config, progress=progress)
+    engine.core.runner = ScriptedRunner(engine, lambda: json.loads(Path(scripts).read_text()))  # type: ignore[assignment]
+    return engine
+
+
+@contextmanager
+def saved_scripts_server(directory: Path, scripts: SavedScripts, *, core: str = "") -> Iterator[str]:
+    """Serve as `scripted_server` does; with `core="process"` the engine is in a process of its own."""
+    if core != "process":
+        with scripted_server(directory, scripts) as url:
+            yield url
+        return
+    config = EngineConfig(model=str(directory), load_format="dummy", **SIZES, limits=served_limits({}))
+    maker = f"{__name__}:{scripted_core.__name__}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[3])  # Where core processes find the tests.
+        client = ProcessClient(config, maker=maker, options={"scripts": str(scripts.path)})
+    served = ServeOptions(disable_log_requests=True)
+    with _serving(AsyncEngine.from_process(config, client), served) as url:
+        yield url
 
 
 @contextmanager
 def scripted_server(
     directory: Path,
-    scripts: Mapping[str, str | Sequence[str]],
+    scripts: Mapping[str, Script],
     *,
     is_strict: bool = False,
     requests: dict[str, Request] | None = None,
@@ -162,22 +206,29 @@ def scripted_server(
     `requests` takes all requests that have got tokens, by their ids. `options` are the engine's.
     """
     served = ServeOptions(strict=is_strict, disable_log_requests=True)
-    state = ServerState(served, ("scripted",), served_limits({}), "0")
     with Engine(str(directory), load_format="dummy", **{**SIZES, "limits": served_limits({}), **options}) as engine:
-        runner = ScriptedRunner(engine, scripts)
+        runner = ScriptedRunner(engine, lambda: scripts)
         engine.core.runner = runner  # type: ignore[assignment]
         runner.requests = runner.requests if requests is None else requests
-        parser = RequestParser(engine.builder, ("scripted",), is_strict=is_strict)
-        state.serve(StartedEngine(AsyncEngine.from_engine(engine), parser, ParserProcess(parser), "scripted"))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = LimitedServer(uvicorn_config(make_app(state, ()), served_limits({})))
-            thread = threading.Thread(target=lambda: asyncio.run(_serve(server, state, listener)), daemon=True)
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                thread.join(20)
+        with _serving(AsyncEngine.from_engine(engine), served) as url:
+            yield url
+
+
+@contextmanager
+def _serving(engine: AsyncEngine, options: ServeOptions) -> Iterator[str]:
+    """Serve an engine; give the server's URL."""
+    state = ServerState(options, ("scripted",), served_limits({}), "0")
+    parser = RequestParser(engine.builder, ("scripted",), is_strict=options.strict)
+    state.serve(StartedEngine(engine, parser, ParserProcess(parser), "scripted"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = LimitedServer(uvicorn_config(make_app(state, ()), served_limits({})))
+        thread = threading.Thread(target=lambda: asyncio.run(_serve(server, state, listener)), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
 
 
 async def _serve(server: LimitedServer, state: ServerState, listener: socket.socket) -> None:

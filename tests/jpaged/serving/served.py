@@ -18,6 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 START_S = 120.0
+CORE = os.environ.get("JPAGED_TEST_CORE", "")
+"""Where the servers of tests compute, `thread` or `process`; empty for what `jpaged serve` does by itself."""
+CORE_FLAGS = ("--core", CORE) if CORE else ()
 
 
 @dataclass
@@ -76,6 +79,19 @@ class Served:
         return not any(found[f"jpaged:{name}"] for name in names)
 
 
+def computing_pid(server: Served) -> int:
+    """Return the id of the process that computes steps: that of the core, if it has one of its own."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            is_core = b"core_process" in (path.parent / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == server.process.pid and is_core:
+            return int(path.parent.name)
+    return server.process.pid
+
+
 def read_all(connection: socket.socket) -> bytes:
     """Return what a connection gives until its other side closes it."""
     parts = []
@@ -97,7 +113,9 @@ def wait_until(is_true: Any, seconds: float, what: str = "") -> float:
 
 
 def command(*args: Any, python: tuple[str, ...] = ()) -> list[str]:
-    return [sys.executable, *python, "-m", "jpaged.serve", *map(str, args)]
+    """Return what starts a server; it computes where the arguments say, else where CORE does."""
+    core = () if "--core" in args else CORE_FLAGS
+    return [sys.executable, *python, "-m", "jpaged.serve", *map(str, args), *core]
 
 
 @contextmanager

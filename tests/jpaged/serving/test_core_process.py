@@ -14,7 +14,7 @@ from jpaged.serving.http.body_parser import LONG_BODY_BYTES
 
 from ..tiny_model import write_tiny_model
 from .conftest import FLAGS
-from .served import ROOT, Served, command, read_all, serving, wait_until
+from .served import ROOT, Served, command, computing_pid, read_all, serving, wait_until
 from .test_lifecycle import body, send
 
 PROCESS = [*FLAGS, "--core", "process"]
@@ -25,19 +25,6 @@ def apart(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     """Give a server with a core process; tests leave it idle."""
     with serving(tiny, *PROCESS, log=tmp_path_factory.mktemp("apart") / "log") as server:
         yield server
-
-
-def core_of(server: Served) -> int:
-    """Return the id of the core's process."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parent = int(text.rpartition(")")[2].split()[1])
-        if parent == server.process.pid and b"core_process" in (path.parent / "cmdline").read_bytes():
-            return int(path.parent.name)
-    raise AssertionError("no core process")
 
 
 def has_ended(pid: int) -> bool:
@@ -62,6 +49,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("path", "fields"), BODIES.values(), ids=BODIES.keys())
 def test_responses_are_those_of_a_server_with_a_thread(served: Served, apart: Served, path: str, fields: Any):
+    for server in (served, apart):
+        server.request("/reset_prefix_cache", {})
     status, _, expected = served.request(path, fields)
     found_status, _, found = apart.request(path, fields)
     assert found_status == status
@@ -87,7 +76,7 @@ def test_a_stream_is_that_of_a_server_with_a_thread(served: Served, apart: Serve
 def test_the_server_loads_no_jax_and_counts_what_the_core_does(apart: Served):
     apart.request("/v1/completions", body(max_tokens=5))
     assert "jaxlib" not in Path(f"/proc/{apart.process.pid}/maps").read_text()
-    assert "jaxlib" in Path(f"/proc/{core_of(apart)}/maps").read_text()
+    assert "jaxlib" in Path(f"/proc/{computing_pid(apart)}/maps").read_text()
     before = apart.metrics()
     apart.request("/v1/completions", body(max_tokens=5))
     after = apart.metrics()
@@ -113,7 +102,7 @@ def test_clients_that_leave_free_their_pages_and_the_owner_can_put_the_core_to_s
 
 def test_sigterm_lets_requests_end(tiny: str, log: Path):
     with serving(tiny, *PROCESS, log=log) as server:
-        core = core_of(server)
+        core = computing_pid(server)
         whole = server.request("/v1/completions", body())[2]["choices"][0]["text"]
         server.request("/pause", {})
         connections = [send(server, body(stream=stream)) for stream in (True, False)]
@@ -135,7 +124,7 @@ def test_a_killed_core_ends_streams_by_an_error_and_the_server_with_status_1(tin
         connections = [send(server, body(stream=True)) for _ in range(4)]
         connections.append(send(server, body()))
         wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 5, 20)
-        os.kill(core_of(server), signal.SIGKILL)
+        os.kill(computing_pid(server), signal.SIGKILL)
         *streams, complete = map(read_all, connections)
         for stream in streams:
             assert b'"type":"ServiceUnavailableError"' in stream
@@ -149,7 +138,7 @@ def test_a_killed_core_ends_streams_by_an_error_and_the_server_with_status_1(tin
 
 def test_a_killed_server_leaves_no_process(tiny: str, log: Path):
     with serving(tiny, *PROCESS, log=log) as server:
-        core = core_of(server)
+        core = computing_pid(server)
         connection = send(server, body(stream=True))
         server.process.kill()
         server.process.wait()
