@@ -22,7 +22,7 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from jpaged.request import NO_EXTRAS, Request
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, num_mask_words
 from jpaged.sampling.sampler import SampledRows
-from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.sharding import device_mesh
@@ -78,6 +78,12 @@ HASHED_PAGE = 16
 """Tokens per page in the measurement of hashing."""
 
 
+class Rules(NamedTuple):
+    """The logit rules of a device that applies none: what tells the size of masks."""
+
+    bias: jax.Array
+
+
 def instant_runner(builder: StepInputBuilder) -> Runner:
     """Return the engine's own runner over programs with a model's arguments and results that compute nothing.
 
@@ -90,10 +96,11 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     cache = PagedCache(tuple(jnp.zeros(shape) for shape in layout.shapes), layout, (), builder.backend)
     buckets, num_slots = builder.buckets, builder.sizes.max_num_seqs + 1
 
-    def allocate() -> tuple[DeviceState, None]:
+    def allocate() -> tuple[DeviceState, Rules]:
         tables = jnp.zeros(builder.tables.shape, jnp.int32)
+        rules = Rules(jnp.zeros((1, builder.rules_spec.vocab_size)))
         last_tokens, hidden = jnp.zeros(num_slots, jnp.int32), jnp.zeros((buckets.num_tokens[-1], 8))
-        return DeviceState(jax.tree.map(jnp.copy, cache), tables, last_tokens, hidden), None
+        return DeviceState(jax.tree.map(jnp.copy, cache), tables, last_tokens, hidden), rules
 
     def forward(leaves: Any, state: DeviceState, inputs: Any) -> Any:
         return state, jnp.zeros((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
@@ -109,7 +116,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     state_of_model = nnx.from_flat_state({path: nnx.Param(jnp.zeros(1)) for path in paths})
     weights = Weights(None, state_of_model, jnp.float32, logits_modules=("head",))
     leaves, logits_leaves = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
-    state, _ = jax.eval_shape(allocate)
+    state, rules = jax.eval_shape(allocate)
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for step_layout in builder.layouts.values():
@@ -117,7 +124,8 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     for mode in buckets.modes:
         for size in buckets.num_samples:
             masks = jnp.zeros((size, num_mask_words(builder.rules_spec.vocab_size)), jnp.int32)
-            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
+            kept = state.last_tokens, rules if mode is SampleMode.FULL else None
+            shapes = logits_leaves, kept, state.hidden, columns
             masked = lower(partial(sample, size), *shapes, masks)
             if buckets.masks_apart:
                 programs["sample", size, mode] = lower(partial(sample, size), *shapes, None)

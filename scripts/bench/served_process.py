@@ -1,7 +1,7 @@
 """A server in a process of its own, over a device that computes nothing, and its client, for the benches of serving.
 
-The server has the engine's own host core. Its device's steps take so many milliseconds each, and give the tokens of a
-script where the prompt names one (`SCRIPTS`), else always the same token.
+The server has the engine's own host core, in a thread or in a process. Its device's steps take so many milliseconds
+each, and give the tokens of a script where the prompt names one (`SCRIPTS`), else always the same token.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jpaged import __version__
+from jpaged.config.engine_config import EngineConfig
 from jpaged.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,14 +56,15 @@ ANSWERS_TEMPLATE = """\
 class PacedRunner:
     """A runner each of whose steps ends so many seconds after the one before, and notes when it did."""
 
-    def __init__(self, engine: Engine, step_s: float):
+    def __init__(self, engine: Engine, step_s: float, ends_file: str):
+        """The ends of steps go to a file, eight bytes each, as floats in seconds of the monotonic clock."""
+        self._ends_file = os.open(ends_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._core, self._runner, self._step_s = engine.core, instant_runner(engine.core.builder), step_s
         assert engine.tokenizer is not None
         self._tokenizer = engine.tokenizer
         self._scripts: dict[str, tuple[list[int], int] | None] = {}
         """The core's id of a request → the first tokens of its script, and the one behind them."""
         self._end_s = 0.0
-        self.ends_s: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -70,6 +72,10 @@ class PacedRunner:
     def dispatch(self, step: Any) -> Any:
         self._end_s = max(self._end_s, time.monotonic()) + self._step_s
         return _PacedOutputs(self._runner.dispatch(step), self._end_s, self)
+
+    def note_end(self, end_s: float) -> None:
+        """Write the end of a step, at once: a core process ends without any last call."""
+        os.write(self._ends_file, np.float64(end_s).tobytes())
 
     def scripted(self, sampled: Any) -> Any:
         """Return the rows of the oldest step in flight with the next tokens of the scripts of their requests."""
@@ -103,7 +109,7 @@ class _PacedOutputs:
 
     def read(self) -> Any:
         time.sleep(max(0.0, self._end_s - time.monotonic()))
-        self._runner.ends_s.append(self._end_s)
+        self._runner.note_end(self._end_s)
         sampled = self._outputs.read()
         return None if sampled is None else self._runner.scripted(sampled)
 
@@ -111,8 +117,28 @@ class _PacedOutputs:
         return self._outputs.read_scores()
 
 
-def serve(port_file: str, ends_file: str, step_ms: str, context: str, template: str) -> int:
-    """Run the server; it writes the ends of its steps to a file when it ends. `template` may be empty: the model's."""
+def make_paced(
+    config: EngineConfig, progress: Any, *, step_ms: float, context: int, max_num_seqs: int, ends_file: str
+) -> Engine:
+    """Return an engine whose device computes nothing: what a core process calls, too."""
+    engine = Engine(
+        load_format="dummy",
+        hf_overrides={"num_hidden_layers": 1, "max_position_embeddings": context},
+        warmup="off",
+        max_num_seqs=max_num_seqs,
+        max_model_len=context,
+        num_decode_steps=1,
+        block_size=16,
+        num_blocks=1 + max(max_num_seqs * CONTEXT, context) // 16,
+        limits=config.limits,
+        enable_prefix_caching=False,
+    )
+    engine.core.runner = PacedRunner(engine, step_ms / 1e3, ends_file)  # type: ignore[assignment]
+    return engine
+
+
+def serve(port_file: str, core: str, template: str, paced: str) -> int:
+    """Run the server. `template` may be empty: the model's. `paced` is JSON, the options of `make_paced`."""
     from jpaged.async_engine import AsyncEngine
     from jpaged.serving.http.server import run_server
     from jpaged.serving.http.server_state import ServerState, StartedEngine
@@ -120,32 +146,28 @@ def serve(port_file: str, ends_file: str, step_ms: str, context: str, template: 
     from jpaged.serving.protocols.parser_process import ParserProcess
     from jpaged.serving.protocols.request_parser import RequestParser
 
-    options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0)
-    limits = served_limits({})
+    options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0, core=core)
+    config = EngineConfig(limits=served_limits({}))
     listeners = bind(options)
-    state = ServerState(options, ("bench",), limits, __version__)
-    overrides = {"num_hidden_layers": 1, "max_position_embeddings": int(context)}
-    runner: PacedRunner | None = None
+    state = ServerState(options, ("bench",), config.limits, __version__)
 
     def start() -> StartedEngine:
-        nonlocal runner
-        engine = Engine(
-            load_format="dummy", hf_overrides=overrides, warmup="off", max_num_seqs=64, max_model_len=int(context),
-            num_decode_steps=1, block_size=16, num_blocks=1 + max(64 * CONTEXT, int(context)) // 16, limits=limits,
-            enable_prefix_caching=False,
-        )  # fmt: skip
-        engine.core.runner = runner = PacedRunner(engine, float(step_ms) / 1e3)  # type: ignore[assignment]
+        setup: bytes | None = None
+        if core == "process":
+            from jpaged.remote.process_client import ProcessClient
+
+            client = ProcessClient(config, maker="served_process:make_paced", options=json.loads(paced))
+            engine, setup = AsyncEngine.from_process(config, client), client.builder_setup
+        else:
+            made = make_paced(config, None, **json.loads(paced))
+            engine = AsyncEngine.from_engine(made, counts_requests=True)
         if template:
             engine.builder.encoder = replace(engine.builder.encoder, chat_template=template)
-        async_engine = AsyncEngine.from_engine(engine, counts_requests=True)
         Path(port_file).write_text(str(listeners[0].getsockname()[1]))
         parser = RequestParser(engine.builder, ("bench",))
-        return StartedEngine(async_engine, parser, ParserProcess(parser), "bench")
+        return StartedEngine(engine, parser, ParserProcess(parser, setup), "bench")
 
-    status = run_server(state, listeners, start)
-    assert runner is not None
-    Path(ends_file).write_text(json.dumps(runner.ends_s))
-    return status
+    return run_server(state, listeners, start)
 
 
 class Stream(asyncio.Protocol):
@@ -200,24 +222,39 @@ def cpu_s(pid: int) -> np.ndarray:
 
 
 class Server:
-    """The server's process."""
+    """The server's process, and that of its core if that is another one."""
 
-    def __init__(self, folder: Path, step_ms: float, context: int, template: str = ""):
-        self._port, self._ends = folder / "port", folder / "ends"
-        command = [sys.executable, __file__, self._port, self._ends, step_ms, context, template]
-        self.process = subprocess.Popen(list(map(str, command)))
+    def __init__(
+        self, folder: Path, step_ms: float, context: int, template: str = "", *, core: str = "thread", rows: int = 64
+    ):
+        """`rows` is the number of sequences that a step computes at most."""
+        port, self._ends = folder / "port", folder / "ends"
+        paced = {"step_ms": step_ms, "context": context, "max_num_seqs": rows, "ends_file": str(self._ends)}
+        self.process = subprocess.Popen([sys.executable, __file__, port, core, template, json.dumps(paced)])
         atexit.register(self.process.kill)
-        while not self._port.exists() or not self._port.read_text():
+        while not port.exists() or not port.read_text():
             time.sleep(0.05)
             assert self.process.poll() is None, "the server has ended"
-        self.port = int(self._port.read_text())
+        self.port = int(port.read_text())
         time.sleep(0.5)  # The listener takes connections already; the engine begins to serve meanwhile.
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the ids of the server's process and of its core's."""
+        children = [int(pid) for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")
+                    for pid in path.read_text().split()]  # fmt: skip
+        cores = [pid for pid in children if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [self.process.pid, *cores]
+
+    def cpu_s(self) -> float:
+        """Return the processor time of the server and of its core, in seconds."""
+        return float(sum(cpu_s(pid)[0] for pid in self.pids))
 
     def stop(self) -> np.ndarray:
         """End the server; return the ends of its steps, in seconds of the monotonic clock."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(30) == 0
-        return np.array(json.loads(self._ends.read_text()))
+        return np.fromfile(self._ends)
 
 
 def quantiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -12,6 +12,7 @@ parses long prompts is not counted. `answers` tells what thoughts and calls add 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import sys
 import tempfile
@@ -52,13 +53,13 @@ def request_body(**fields: Any) -> bytes:
 def added_ms(streams: Sequence[Stream], ends_s: np.ndarray) -> np.ndarray:
     """Return the milliseconds from the end of a step to the arrival of each of its tokens.
 
-    The first token of a stream belongs to the last step that had ended before it came, and each later token to the next
-    step.
+    Each token of a stream belongs to the step behind that of the token before, and the first one to the last step for
+    which none comes before its step has ended.
     """
     found = []
     for stream in streams:
         times = np.array(stream.token_times_s)
-        first = int(np.searchsorted(ends_s, times[0], side="right")) - 1
+        first = int(np.min(np.searchsorted(ends_s, times, side="right") - 1 - np.arange(len(times))))
         count = min(len(times), len(ends_s) - first)
         found.append(1e3 * (times[:count] - ends_s[first : first + count]))
     return np.concatenate(found)
@@ -97,14 +98,18 @@ async def beside_long_prompts(port: int, pid: int) -> tuple[list[Stream], list[f
     body = request_body(prompt=text, max_tokens=1, stream=False)
     ended, num_long = asyncio.Event(), 0
 
-    async def send_long() -> None:
+    def send_long() -> None:
+        """Send long prompts, on a thread: to copy one would hold up the event loop, and the times of tokens."""
         nonlocal num_long
         while not ended.is_set():
-            (reply,) = await stream_all(port, [body])
-            assert b"HTTP/1.1 400" in reply.data[0], reply.data[0][:200]
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            assert reply.status == 400, reply.read(200)
+            connection.close()
             num_long += 1
 
-    health, long = asyncio.create_task(health_times_ms(port, ended)), asyncio.create_task(send_long())
+    health, long = asyncio.create_task(health_times_ms(port, ended)), asyncio.create_task(asyncio.to_thread(send_long))
     streams, _ = await measure(port, pid, 8)
     while not num_long:
         more, _ = await measure(port, pid, 8)
