@@ -22,6 +22,7 @@ from typing import IO, Any
 import msgspec
 
 from ..startup.import_path import import_path
+from .machine_share import MachineShare
 from .wire import StartSpec
 
 logger = logging.getLogger("jpaged")
@@ -38,11 +39,19 @@ STOP_S = 15.0
 class ChildProcess:
     """One core process. It ends when this one does."""
 
-    def __init__(self, maker: str, config: Mapping[str, Any], options: Mapping[str, Any], on_end: Callable[[], None]):
+    def __init__(
+        self,
+        maker: str,
+        config: Mapping[str, Any],
+        options: Mapping[str, Any],
+        share: MachineShare,
+        on_end: Callable[[], None],
+    ):
         """Make the folder of the socket; `start` starts the process. `on_end` is called on a thread once it has ended.
 
         Raise OSError if no folder can be written to.
         """
+        self._environment = share.environment
         self.folder = _socket_folder()
         self.address = f"ipc://{self.folder}/core"
         self._spec = StartSpec(
@@ -52,6 +61,8 @@ class ChildProcess:
             config=dict(config),
             options=dict(options),
             log_level=logger.getEffectiveLevel(),
+            cpus=share.cpus,
+            host_bytes=share.host_bytes,
         )
         self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,6 +100,10 @@ class ChildProcess:
         """Remove the folder of the socket, which nothing needs once the two ends are connected."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def wait_for_end(self) -> None:
+        """Wait for its end, however long that takes."""
+        self._has_ended.wait()
+
     def wait(self, max_s: float = STOP_S) -> None:
         """Wait for its end, and kill it if that takes longer."""
         if not self._has_ended.wait(max_s):
@@ -115,7 +130,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=stderr,
                 stderr=stderr,
-                env={**os.environ, "PYTHONPATH": import_path()},
+                env={**os.environ, **self._environment, "PYTHONPATH": import_path()},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the front alone.
             )
             self._is_started.set()

@@ -78,9 +78,10 @@ class WatchOptions(NamedTuple):
 class RequestNames:
     """Gives requests their ids, which no other requests have, and their numbers."""
 
-    def __init__(self, take_numbers: Callable[[int], int]):
-        """`take_numbers(n)` reserves n consecutive numbers, and returns the first."""
-        self._take_numbers, self._prefix = take_numbers, secrets.token_hex(4)
+    def __init__(self, take_numbers: Callable[[int], int] | None = None):
+        """`take_numbers(n)` reserves n consecutive numbers, and returns the first; by default they begin with 0."""
+        self._take_numbers, self._prefix = take_numbers or self._next_numbers, secrets.token_hex(4)
+        self._num_taken = 0
 
     def named(self, messages: Sequence[NewRequest]) -> list[NewRequest]:
         """Return the messages with the next ids and numbers."""
@@ -88,6 +89,22 @@ class RequestNames:
             msgspec.structs.replace(message, request_id=f"{self._prefix}-{number}", number=number)
             for number, message in enumerate(messages, self._take_numbers(len(messages)))
         ]
+
+    def _next_numbers(self, count: int) -> int:
+        self._num_taken += count
+        return self._num_taken - count
+
+
+class StreamOwner(ABC):
+    """What a stream tells of its reader: the client of the core that computes its requests."""
+
+    @abstractmethod
+    def note_taken(self, stream: OutputStream) -> None:
+        """Note that a reader has taken its last outputs, so that the core makes the next ones."""
+
+    @abstractmethod
+    def drop(self, stream: OutputStream) -> None:
+        """End all requests of a reader that takes no more outputs, and forget it."""
 
 
 class CoreClient(ABC):
@@ -104,14 +121,6 @@ class CoreClient(ABC):
         stream gets deltas, else outputs. The caller closes it. Raise InvalidRequestError if a request can never fit,
         and QueueFullError if there is no room for all.
         """
-
-    @abstractmethod
-    def note_taken(self, stream: OutputStream) -> None:
-        """Note that a reader has taken its last outputs, so that the core makes the next ones."""
-
-    @abstractmethod
-    def drop(self, stream: OutputStream) -> None:
-        """End all requests of a reader that takes no more outputs, and forget it."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
@@ -181,14 +190,14 @@ class CoreClient(ABC):
 class OutputStream:
     """The outputs of some requests as their reader, one task of an event loop, takes them."""
 
-    def __init__(self, client: CoreClient, request_ids: list[str]):
+    def __init__(self, owner: StreamOwner, request_ids: list[str]):
         """Start without outputs, in the event loop that runs.
 
         `request_ids` are the core's ids of the requests, in the order of their messages.
         """
         self.loop = asyncio.get_running_loop()
         self.request_ids = request_ids
-        self._client = client
+        self._owner = owner
         self._outputs: StepOutputs | None = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -204,19 +213,19 @@ class OutputStream:
                 self._waiter = None
         outputs, self._outputs = self._outputs, None
         if outputs is not None:
-            self._client.note_taken(self)
+            self._owner.note_taken(self)
         elif self._error is not None:
             raise self._error
         return outputs
 
     def put(self, outputs: StepOutputs) -> None:
-        """Take what the requests have got, for `take`. The client calls this on the stream's event loop."""
+        """Take what the requests have got, for `take`. The owner calls this on the stream's event loop."""
         if not self._is_closed:
             self._outputs = outputs
             self.nudge()
 
     def fail(self, error: Exception) -> None:
-        """Let `take` raise an error once it has returned all outputs. The client calls this on the event loop too."""
+        """Let `take` raise an error once it has returned all outputs. The owner calls this on the event loop too."""
         self._error = error
         self.nudge()
 
@@ -229,4 +238,4 @@ class OutputStream:
         """End the requests that are unfinished; no more outputs come."""
         if not self._is_closed:
             self._is_closed = True
-            self._client.drop(self)
+            self._owner.drop(self)

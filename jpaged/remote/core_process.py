@@ -31,6 +31,7 @@ from ..intake.builder_setup import setup_of
 from ..messages import NewRequest
 from ..outputs import StepOutputs
 from ..startup.parent_death import end_with_stdin, kill_with_parent
+from ..startup.sizing.host_memory import limit_host_bytes
 from ..text.grammar.grammar import Matcher
 from .core_calls import BETWEEN_STEPS, CALLS, CoreCalls
 from .core_client import CoreStatus
@@ -331,6 +332,10 @@ def main() -> int:
         remove_folder()
         return EXIT_START_FAILED
     spec = msgspec.json.decode(line, type=StartSpec)
+    if spec.cpus:
+        os.sched_setaffinity(0, spec.cpus)  # Threads that start from now on have it too.
+    if spec.host_bytes is not None:
+        limit_host_bytes(spec.host_bytes)
     end_with_stdin(sys.stdin.buffer, remove_folder)
     print_stacks_at_signal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Service managers send it to all processes; the front decides.

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import signal
+import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -30,8 +31,9 @@ from ..intake.builder_setup import BuilderSetup, builder_of
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest
 from .child_process import ChildProcess
-from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, WatchOptions
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, StreamOwner, WatchOptions
 from .failures import error_of
+from .machine_share import WHOLE_MACHINE, MachineShare
 from .message_socket import MAX_QUEUED, MessageSocket, MessageTooLongError
 from .sent_outputs import LOST, ArrivingOutputs, without_prompts
 from .watchdog import STACKS_S, STACKS_SIGNAL, Watchdog, sign_of_life, work_of
@@ -71,7 +73,7 @@ MAX_MESSAGES_A_TURN = 16
 IN_PROCESS = "with a core process"
 
 
-class ProcessClient(CoreClient):
+class ProcessClient(CoreClient, StreamOwner):
     """Starts a core process, and takes the calls of tasks to it and its answers and outputs to them."""
 
     def __init__(
@@ -82,15 +84,19 @@ class ProcessClient(CoreClient):
         options: Mapping[str, Any] | None = None,
         progress: ReportProgress | None = None,
         watch: WatchOptions = WatchOptions(),  # noqa: B008 (it is frozen)
+        names: RequestNames | None = None,
+        share: MachineShare = WHOLE_MACHINE,
+        is_unwanted: threading.Event | None = None,
     ):
         """Start the process, and wait until it takes requests. `options` are those of the `maker`.
 
-        `progress(name, done, total)` is called meanwhile, and `watch` says how long there may be none. Raise
-        ConfigError for an option that no message can hold, what has kept the engine from starting, and
-        EngineStoppedError if the process ends before it is ready, or hangs.
+        `progress(name, done, total)` is called meanwhile, and `watch` says how long there may be none. `names` names
+        the requests, and `share` is what the process uses of the machine. Raise ConfigError for an option that no
+        message can hold, what has kept the engine from starting, and EngineStoppedError if the process ends before it
+        is ready, or hangs, or if `is_unwanted` is set meanwhile.
         """
-        self._names = RequestNames(self._take_numbers)
-        self._num_requests = 0
+        self._names = names or RequestNames()
+        self._is_unwanted = is_unwanted or threading.Event()
         self._numbers = itertools.count(1)
         """Those of calls and streams."""
         self._streams: dict[int, _ProcessStream] = {}
@@ -108,7 +114,7 @@ class ProcessClient(CoreClient):
         """It was this client that has ended it."""
         self._num_heard = 0
         """Messages that have come."""
-        self._child = ChildProcess(maker, sent_config(config), options or {}, self._on_child_end)
+        self._child = ChildProcess(maker, sent_config(config), options or {}, share, self._on_child_end)
         self._watchdog = Watchdog(partial(self._child.signal, STACKS_SIGNAL))
         try:
             self._socket = MessageSocket(self._child.address, is_front=True)
@@ -137,6 +143,10 @@ class ProcessClient(CoreClient):
         """Return the id of the core process."""
         return self._child.pid
 
+    def wait_for_end(self) -> None:
+        """Wait until the process has ended, for whatever reason. Any thread may call."""
+        self._child.wait_for_end()
+
     # The start
 
     def _wait_until_ready(self, progress: ReportProgress | None, watch: WatchOptions) -> Ready:
@@ -160,12 +170,14 @@ class ProcessClient(CoreClient):
     def _next_message(self, num_parts: int, watch: WatchOptions) -> bytes:
         """Wait for the next message, after so many that have told of progress.
 
-        Raise EngineStoppedError if the process ends instead, or hangs and is to end.
+        Raise EngineStoppedError if the process ends instead, hangs and is to end, or is not wanted any more.
         """
         while (data := self._socket.receive()) is None:
             if not self._child.has_ended:
                 self._socket.wait(START_POLL_S)
                 self._look(num_parts, watch.start_s, "the start of the core process", watch)
+                if self._is_unwanted.is_set():
+                    raise EngineStoppedError("the engine was shut down, before it was ready")
                 continue
             self._socket.wait(LAST_MESSAGES_S)
             if (data := self._socket.receive()) is None:
@@ -175,14 +187,21 @@ class ProcessClient(CoreClient):
 
     # Calls
 
-    async def submit(self, messages: Sequence[NewRequest], *, takes_deltas: bool) -> OutputStream:
+    async def submit(
+        self, messages: Sequence[NewRequest], *, takes_deltas: bool, on_over: Callable[[], None] | None = None
+    ) -> OutputStream:
+        """Queue requests, see `CoreClient.submit`; `on_over` is called once when the core computes none of them any
+        more.
+
+        It is called too if this raises an error, unless no core has been asked.
+        """
         self._attach()
         if self._socket.is_full:
             raise QueueFullError("messages", got=MAX_QUEUED + 1, allowed=MAX_QUEUED)
         named = self._names.named(messages)
         number = next(self._numbers)
         packed = PackedRequests.of(without_prompts(named))
-        stream = _ProcessStream(self, number, named)
+        stream = _ProcessStream(self, number, named, on_over)
         self._streams[number] = stream
         try:
             await self._answer(number, Submit(number, takes_deltas, packed))
@@ -212,6 +231,7 @@ class ProcessClient(CoreClient):
         assert isinstance(stream, _ProcessStream)
         if self._streams.pop(stream.number, None) is not None and not stream.arriving.are_over:
             self._send(Drop(stream.number))
+        stream.note_over()
 
     async def abort(self, request_ids: Sequence[str], sample: int | None = None) -> None:
         await self._call("abort", list(request_ids), sample)
@@ -303,10 +323,6 @@ class ProcessClient(CoreClient):
     def _send(self, message: ToCore) -> None:
         self._socket.send(codec.encode(message))
 
-    def _take_numbers(self, count: int) -> int:
-        self._num_requests += count
-        return self._num_requests - count
-
     # Messages of the core
 
     def _attach(self) -> None:
@@ -375,6 +391,8 @@ class ProcessClient(CoreClient):
                     self._send(Call(next(self._numbers), "abort", (lost,)))  # Its answer is for nobody.
                 if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
                     stream.put(outputs)
+                if stream.arriving.are_over:
+                    stream.note_over()
         for failed in update.failures:
             self._fail(failed.stream, error_of(failed.failure))
         if update.open_streams is not None:
@@ -386,6 +404,7 @@ class ProcessClient(CoreClient):
         """End a stream by an error."""
         if (stream := self._streams.pop(number, None)) is not None:
             stream.fail(error)
+            stream.note_over()
 
     def _resolve(self, answer: Answer) -> None:
         future = self._calls.get(answer.number)
@@ -410,23 +429,35 @@ class ProcessClient(CoreClient):
             self._take_data(data)
         self._detach()
         self._socket.close()
-        for stream in self._streams.values():
-            stream.fail(EngineStoppedError(self._end))
+        for number in list(self._streams):
+            self._fail(number, EngineStoppedError(self._end))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineStoppedError(self._end))
-        self._streams.clear()
 
 
 class _ProcessStream(OutputStream):
     """A stream, and what has come of it."""
 
-    def __init__(self, client: ProcessClient, number: int, messages: Sequence[NewRequest]):
+    def __init__(
+        self,
+        client: ProcessClient,
+        number: int,
+        messages: Sequence[NewRequest],
+        on_over: Callable[[], None] | None,
+    ):
         super().__init__(client, [message.request_id for message in messages])
         self.number = number
         self.arriving = ArrivingOutputs(messages)
         self.is_queued = False
         """The core has its requests."""
+        self._on_over = on_over
+
+    def note_over(self) -> None:
+        """Tell that the core computes none of its requests any more; further calls do nothing."""
+        if self._on_over is not None:
+            on_over, self._on_over = self._on_over, None
+            on_over()
 
 
 def sent_config(config: EngineConfig) -> dict[str, Any]:

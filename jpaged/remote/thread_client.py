@@ -14,7 +14,7 @@ from ..errors import EngineStoppedError
 from ..messages import NewRequest
 from ..text.grammar.grammar import Matcher
 from .core_calls import CoreCalls
-from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, WatchOptions
+from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, StreamOwner, WatchOptions
 from .watchdog import Watchdog, print_own_stacks, sign_of_life, work_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class ThreadClient(CoreClient):
+class ThreadClient(CoreClient, StreamOwner):
     """Takes the calls of tasks to the thread that owns the engine, and its answers and outputs to their event loops."""
 
     def __init__(self, engine: Engine, stat_loggers: Sequence[StatLogger] = (), *, counts_requests: bool = False):

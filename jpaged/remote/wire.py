@@ -39,6 +39,10 @@ class StartSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the engine that are not the default ones."""
     options: dict[str, Any]
     log_level: int
+    cpus: tuple[int, ...] = ()
+    """The processors that it may run on; empty: all."""
+    host_bytes: int | None = None
+    """Bytes of the host's memory that it may count on; None: all that are free."""
 
 
 # To the core

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +27,29 @@ _MEMORY_FILES = {
 1."""
 
 
+class _ProcessLimit:
+    """What this process may count on, as other limits of a process are set: once, by what has started it."""
+
+    max_bytes = sys.maxsize
+
+
 def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that this process can still allocate.
 
     That is the kernel's `MemAvailable`, or less if a control group (a container's, for example) has less below its
     memory limit. Where /proc is missing (not Linux), or does not tell `MemAvailable`, all physical memory counts as
-    free. `proc` and `cgroup` are the mount points; tests give folders of their own.
+    free, and nowhere more than `limit_host_bytes` has said. `proc` and `cgroup` are the mount points; tests give
+    folders of their own.
     """
+    return min(_unlimited_free_bytes(proc, cgroup), _ProcessLimit.max_bytes)
+
+
+def limit_host_bytes(num_bytes: int) -> None:
+    """Let `free_host_bytes` return at most so much in this process, since others use the rest."""
+    _ProcessLimit.max_bytes = num_bytes
+
+
+def _unlimited_free_bytes(proc: Path, cgroup: Path) -> int:
     free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from jpaged import Engine, SamplingParams, codec
-from jpaged.errors import InvalidRequestError, JpagedError
+from jpaged.errors import InvalidRequestError, JpagedError, QueueFullError
 from jpaged.messages import NewRequest
 from jpaged.outputs import RequestOutput
 from jpaged.remote import message_socket
@@ -197,5 +197,31 @@ def test_a_front_that_reads_nothing_for_long_gets_all_that_has_come(process: Pro
         process._socket.wait(5)  # Messages have come.
         found = await taken_from(stream)
         assert sum(len(delta.token_ids) for outputs in found for delta in outputs.deltas) == PARAMS.max_tokens
+
+    run_for_a_minute(run())
+
+
+def test_it_is_told_once_that_the_requests_of_a_stream_are_over(process: ProcessClient, message: NewRequest):
+    told: list[str] = []
+
+    async def submitted(name: str) -> OutputStream:
+        return await process.submit([message], takes_deltas=True, on_over=lambda: told.append(name))
+
+    async def run() -> None:
+        await taken_from(await submitted("computed"))
+        assert told == ["computed"]
+        left = await submitted("left")
+        left.close()
+        left.close()
+        assert told == ["computed", "left"]
+        process.pause()
+        waiting = [await submitted("waits") for _ in range(4)]
+        with pytest.raises(QueueFullError):
+            await submitted("refused")
+        assert told[2:] == ["refused"]
+        for stream in waiting:
+            stream.close()
+        process.resume()
+        await until_idle(process)
 
     run_for_a_minute(run())

@@ -1,10 +1,11 @@
 """Free memory of the host, read from files laid out as Linux lays them out."""
 
 import os
+import sys
 
 import pytest
 
-from jpaged.startup.sizing.host_memory import free_host_bytes, num_host_cores
+from jpaged.startup.sizing.host_memory import _ProcessLimit, free_host_bytes, limit_host_bytes, num_host_cores
 
 GIB = 1 << 30
 
@@ -65,3 +66,12 @@ def test_cores_are_those_that_the_process_and_its_control_group_may_use(tmp_path
     for text, expected in {"max 100000": num_cores, "100000 100000": 1, "50000 100000": 1, "odd": num_cores}.items():
         (tmp_path / "cpu.max").write_text(f"{text}\n")
         assert num_host_cores(tmp_path) == expected
+
+
+def test_a_process_counts_on_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_ProcessLimit, "max_bytes", sys.maxsize)  # Put back afterwards.
+    free_bytes = free_host_bytes()
+    limit_host_bytes(free_bytes // 4)
+    assert free_host_bytes() == free_bytes // 4
+    limit_host_bytes(1 << 60)
+    assert free_host_bytes() < 1 << 50
