@@ -37,12 +37,13 @@ from .core_calls import BETWEEN_STEPS, CALLS, CoreCalls
 from .core_client import CoreStatus
 from .failures import Failure, failure_of
 from .message_socket import MessageSocket, MessageTooLongError
-from .sent_outputs import DepartingOutputs
+from .sent_outputs import LOST_MESSAGE, DepartingOutputs
 from .watchdog import print_stacks_at_signal
 from .wire import (
     Answer,
     Call,
     Drop,
+    Expect,
     FromCore,
     Pause,
     Progress,
@@ -93,6 +94,8 @@ class RemoteReader:
     def __init__(self, core: CoreServer, number: int, num_requests: int):
         self._core, self.number = core, number
         self.outputs = DepartingOutputs(number, num_requests)
+        self.num_sent = self.num_taken = 0
+        """Outputs that were sent, and how many of them the front's reader has taken."""
         self.is_dropped = False
 
     def put(self, outputs: StepOutputs) -> None:
@@ -111,6 +114,8 @@ class CoreServer:
         self._calls: CoreCalls | None = None
         self._readers: dict[int, RemoteReader] = {}
         """Those of streams whose requests are not all over, by their numbers."""
+        self._unanswered: set[int] = set()
+        """Numbers of submitted streams and of calls whose answers were not sent."""
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="jpaged core worker")
         self._is_stopping = threading.Event()
         self._deliver_lock = threading.Lock()
@@ -160,7 +165,8 @@ class CoreServer:
             if time.monotonic() >= next_beat_s and not self._socket.is_full:
                 next_beat_s = time.monotonic() + HEARTBEAT_S
                 with self._deliver_lock:
-                    self._send(Update(self._status(), open_streams=tuple(self._readers)))
+                    readers = list(self._readers.values())  # Workers change it.
+                    self._send(Update(self._status(), open_streams={one.number: one.num_sent for one in readers}))
             self._socket.wait(max(0.0, next_beat_s - time.monotonic()))
 
     def _take(self, message: ToCore) -> None:
@@ -170,8 +176,10 @@ class CoreServer:
         elif self._calls is None:
             logger.error("a message came before the engine was there: %s", type(message).__name__)
         elif isinstance(message, Taken):
-            for number in message.streams:
-                if (reader := self._readers.get(number)) is not None:
+            for stream, number in message.streams.items():
+                reader = self._readers.get(stream)
+                if reader is not None and reader.num_taken < number <= reader.num_sent:  # Else it comes twice.
+                    reader.num_taken = number
                     self._calls.thread.note_taken(reader)
         elif isinstance(message, Submit):
             self._submit(message)
@@ -179,6 +187,10 @@ class CoreServer:
             if (reader := self._readers.pop(message.stream, None)) is not None:
                 reader.is_dropped = True
                 self._calls.thread.drop(reader)
+        elif isinstance(message, Expect):
+            for number in message.numbers:
+                if number not in self._unanswered:
+                    self._answer_now(number, None, JpagedError(LOST_MESSAGE))
         elif isinstance(message, Pause):
             self._calls.pause(message.is_paused)
         elif isinstance(message, Call):
@@ -189,6 +201,7 @@ class CoreServer:
         if message.stream in self._readers:
             return  # It came twice.
         messages = message.requests.unpacked()
+        self._unanswered.add(message.stream)
         reader = self._readers[message.stream] = RemoteReader(self, message.stream, len(messages))
         if any(one.grammar for one in messages):
             self._workers.submit(self._submit_with_grammars, messages, reader, message.takes_deltas)
@@ -205,6 +218,8 @@ class CoreServer:
             return
         if not reader.is_dropped:
             self._add(messages, grammars, reader, takes_deltas=takes_deltas)
+        else:  # Nobody waits for an answer.
+            self._unanswered.discard(reader.number)
         if reader.is_dropped:  # Meanwhile: the command to drop it may have come before the one to add it.
             self._calls.thread.drop(reader)
 
@@ -227,6 +242,7 @@ class CoreServer:
 
     def _call(self, calls: CoreCalls, message: Call) -> None:
         """Make a named call: between two steps, or on a worker."""
+        self._unanswered.add(message.number)
         if message.name not in CALLS:
             self._answer_now(message.number, None, JpagedError(f"the core has no call {one_line(message.name)}"))
             return
@@ -257,12 +273,14 @@ class CoreServer:
             for piece in pieces:
                 self._send(piece)
             self._send_update(Update(self._status(), outputs, answers, failures))
+            self._unanswered.difference_update(answer.number for answer in answers)
 
     def note_outputs(self, reader: RemoteReader, outputs: StepOutputs) -> None:
         """Add outputs of a stream to what is sent next. Called within `deliver`."""
         pieces, sent = reader.outputs.sent(outputs)
         self._pieces += pieces
-        self._outputs.append(StreamOutputs(reader.number, sent))
+        reader.num_sent += 1
+        self._outputs.append(StreamOutputs(reader.number, reader.num_sent, sent))
         if reader.outputs.are_over:
             self._readers.pop(reader.number, None)
 
@@ -277,6 +295,7 @@ class CoreServer:
 
     def _answer_now(self, number: int, result: Any, error: Exception | None) -> None:
         self._send_update(Update(self._status(), answers=(_answer(number, result, error),)))
+        self._unanswered.discard(number)
 
     def _status(self) -> CoreStatus:
         return STARTING if self._calls is None else self._calls.status()

@@ -41,6 +41,7 @@ from .wire import (
     Answer,
     Call,
     Drop,
+    Expect,
     FromCore,
     Pause,
     Progress,
@@ -102,8 +103,8 @@ class ProcessClient(CoreClient, StreamOwner):
         self._streams: dict[int, _ProcessStream] = {}
         """Streams that are not closed and whose requests are not over."""
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._taken: list[int] = []
-        """Streams whose outputs were taken in this turn of the event loop."""
+        self._taken: dict[int, int] = {}
+        """Streams whose outputs were taken in this turn of the event loop, and the numbers of those."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """The one that reads the messages."""
         self._snapshot: CoreSnapshot | None = None
@@ -220,12 +221,12 @@ class ProcessClient(CoreClient, StreamOwner):
             return
         if not self._taken:
             stream.loop.call_soon(self._send_taken)
-        self._taken.append(stream.number)
+        self._taken[stream.number] = stream.num_come
 
     def _send_taken(self) -> None:
         """Send which streams have taken their outputs in this turn of the event loop."""
-        taken, self._taken = self._taken, []
-        self._send(Taken(tuple(taken)))
+        taken, self._taken = self._taken, {}
+        self._send(Taken(taken))
 
     def drop(self, stream: OutputStream) -> None:
         assert isinstance(stream, _ProcessStream)
@@ -385,7 +386,9 @@ class ProcessClient(CoreClient, StreamOwner):
         for answer in update.answers:
             self._resolve(answer)
         for sent in update.outputs:
-            if (stream := self._streams.get(sent.stream)) is not None:
+            stream = self._streams.get(sent.stream)
+            if stream is not None and stream.num_come < sent.number:  # Else they come twice.
+                stream.num_come = sent.number
                 outputs, lost = stream.arriving.taken(sent.outputs)
                 if lost:
                     self._send(Call(next(self._numbers), "abort", (lost,)))  # Its answer is for nobody.
@@ -396,9 +399,23 @@ class ProcessClient(CoreClient, StreamOwner):
         for failed in update.failures:
             self._fail(failed.stream, error_of(failed.failure))
         if update.open_streams is not None:
-            waiting = [number for number, one in self._streams.items() if one.is_queued and not one.arriving.are_over]
-            for number in set(waiting).difference(update.open_streams):
-                self._fail(number, JpagedError(LOST))
+            self._mend(update.open_streams)
+
+    def _mend(self, open_streams: Mapping[int, int]) -> None:
+        """Go on after messages that were lost, by what a heartbeat tells of the streams that are open in the core."""
+        waiting = [number for number, one in self._streams.items() if one.is_queued and not one.arriving.are_over]
+        for number in set(waiting).difference(open_streams):
+            self._fail(number, JpagedError(LOST))
+        taken: dict[int, int] = {}
+        for number, num_sent in open_streams.items():
+            if (stream := self._streams.get(number)) is None:
+                self._send(Drop(number))
+            elif stream.stands_still(num_sent):
+                taken[number] = num_sent
+        if taken:
+            self._send(Taken(taken))
+        if self._calls:
+            self._send(Expect(tuple(self._calls)))
 
     def _fail(self, number: int, error: Exception) -> None:
         """End a stream by an error."""
@@ -451,6 +468,10 @@ class _ProcessStream(OutputStream):
         self.arriving = ArrivingOutputs(messages)
         self.is_queued = False
         """The core has its requests."""
+        self.num_come = 0
+        """The number of the last outputs that have come."""
+        self._num_at_beat = 0
+        """The number of the last ones that the core had sent at its last heartbeat."""
         self._on_over = on_over
 
     def note_over(self) -> None:
@@ -458,6 +479,14 @@ class _ProcessStream(OutputStream):
         if self._on_over is not None:
             on_over, self._on_over = self._on_over, None
             on_over()
+
+    def stands_still(self, num_sent: int) -> bool:
+        """Return whether the core waits until outputs are taken of which there are none: they were lost, or `Taken`.
+
+        Called at each heartbeat, which tells how many outputs were sent.
+        """
+        has_gone_on, self._num_at_beat = num_sent != self._num_at_beat, num_sent
+        return not has_gone_on and num_sent > 0 and self._outputs is None
 
 
 def sent_config(config: EngineConfig) -> dict[str, Any]:

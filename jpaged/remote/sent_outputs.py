@@ -24,6 +24,7 @@ logger = logging.getLogger("jpaged")
 PIECE_LOGPROBS = 1 << 14
 """Logprobs in a piece of those of a prompt: about 1 MiB."""
 LOST = "a part of the output was lost on its way from the core process"
+LOST_MESSAGE = "a message was lost on its way to the core process or back"
 
 
 class DepartingOutputs:
@@ -64,7 +65,7 @@ class DepartingOutputs:
         for end, entry in enumerate(entries, 1):
             num_logprobs += len(entry or ())
             if num_logprobs >= PIECE_LOGPROBS or end == len(entries):
-                yield PromptPiece(self.stream, request_id, entries[start:end])
+                yield PromptPiece(self.stream, request_id, start, entries[start:end])
                 start, num_logprobs = end, 0
 
 
@@ -93,7 +94,9 @@ class ArrivingOutputs:
 
     def take_piece(self, piece: PromptPiece) -> None:
         """Keep a piece of prompt logprobs for the output that it belongs to."""
-        self._prompt_entries.setdefault(piece.request_id, []).append(piece.entries)
+        pieces = self._prompt_entries.setdefault(piece.request_id, [])
+        if piece.start == sum(map(len, pieces)):  # Else it comes twice, or one is missing.
+            pieces.append(piece.entries)
 
     def taken(self, sent: StepOutputs) -> tuple[StepOutputs, list[str]]:
         """Return outputs as their reader takes them, and the ids of requests that end here since some were lost.

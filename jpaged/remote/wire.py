@@ -1,6 +1,6 @@
 """The messages between a front and the core process that computes its requests.
 
-    front ── Welcome, then Submit, Taken, Drop, Call, Pause, Stop ─▶ core
+    front ── Welcome, then Submit, Taken, Drop, Call, Expect, Pause, Stop ─▶ core
           ◀── its greeting, Progress, Ready or StartFailed, then Update, PromptPiece, Stopped ──
 
 The first message of a core is its `greeting`, which is no msgpack: a front takes no other message of a core whose
@@ -63,7 +63,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The readers of these streams have taken their last outputs."""
 
-    streams: tuple[int, ...]
+    streams: dict[int, int]
+    """Stream → the number of those outputs."""
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -78,6 +79,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
     name: str
     arguments: tuple[Any, ...] = ()
+
+
+class Expect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers of these numbers have not come: say so if one of them will not, since a message was lost."""
+
+    numbers: tuple[int, ...]
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -126,6 +133,8 @@ class StreamOutputs(msgspec.Struct, frozen=True, array_like=True):
     """
 
     stream: int
+    number: int
+    """How many outputs the stream has had with these."""
     outputs: StepOutputs
 
 
@@ -151,8 +160,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outputs: tuple[StreamOutputs, ...] = ()
     answers: tuple[Answer, ...] = ()
     failures: tuple[StreamFailure, ...] = ()
-    open_streams: tuple[int, ...] | None = None
-    """In a heartbeat: the streams that get more outputs. The last ones of all others were sent before it."""
+    open_streams: dict[int, int] | None = None
+    """In a heartbeat: stream that gets more outputs → the number of the last ones that were sent. The last outputs of
+    all other streams were sent before it."""
 
 
 class PromptPiece(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -160,6 +170,8 @@ class PromptPiece(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     stream: int
     request_id: str
+    start: int
+    """The index of the first token that they belong to."""
     entries: tuple[dict[int, Logprob] | None, ...]
 
 
@@ -169,7 +181,7 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=True):
     snapshot: CoreSnapshot
 
 
-ToCore: TypeAlias = Welcome | Submit | Taken | Drop | Call | Pause | Stop
+ToCore: TypeAlias = Welcome | Submit | Taken | Drop | Call | Expect | Pause | Stop
 FromCore: TypeAlias = Progress | StartFailed | Ready | Update | PromptPiece | Stopped
 
 SENT_BEFORE = ()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -45,9 +46,13 @@ def held(config: EngineConfig, progress: Any, *, folder: str) -> Any:
 
 
 def has_short_messages(config: EngineConfig, progress: Any, *, max_bytes: int) -> Any:
-    """Return an engine in a process that sends no message with more bytes, and logprobs of prompts in small pieces."""
+    """Return an engine in a process that sends no message with more bytes, and logprobs of prompts in small pieces.
+
+    It sends many heartbeats.
+    """
     from jpaged.engine import Engine
 
+    vars(sys.modules["__main__"])["HEARTBEAT_S"] = 0.05
     message_socket.MAX_MESSAGE_BYTES, sent_outputs.PIECE_LOGPROBS = max_bytes, 100
     return Engine.from_engine_args(config, progress=progress)
 
