@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,21 @@ def has_short_messages(config: EngineConfig, progress: Any, *, max_bytes: int) -
     """
     from jpaged.engine import Engine
 
-    vars(sys.modules["__main__"])["HEARTBEAT_S"] = 0.05
+    _beat_often()
     message_socket.MAX_MESSAGE_BYTES, sent_outputs.PIECE_LOGPROBS = max_bytes, 100
     return Engine.from_engine_args(config, progress=progress)
+
+
+def has_room_and_beats_often(config: EngineConfig, progress: Any) -> Any:
+    """Return an engine whose queue has the room of a default one, in a process that sends many heartbeats."""
+    from jpaged.engine import Engine
+
+    _beat_often()
+    return Engine.from_engine_args(replace(config, limits={}), progress=progress)
+
+
+def _beat_often() -> None:
+    vars(sys.modules["__main__"])["HEARTBEAT_S"] = 0.05
 
 
 def refuses(config: EngineConfig, progress: Any) -> Any:

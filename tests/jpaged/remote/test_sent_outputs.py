@@ -20,6 +20,7 @@ from jpaged.messages import NewRequest
 from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SampleDelta, StepOutputs
 from jpaged.remote import sent_outputs
 from jpaged.remote.failures import Failure, error_of, failure_of
+from jpaged.remote.message_socket import MAX_MESSAGE_BYTES
 from jpaged.remote.sent_outputs import LOST, ArrivingOutputs, DepartingOutputs
 from jpaged.remote.wire import SENT_BEFORE
 
@@ -78,6 +79,16 @@ def test_logprobs_of_prompts_come_in_pieces_once(monkeypatch: pytest.MonkeyPatch
     assert over_the_wire(departing, arriving, first) == (first, 2)
     last = outputs(ends=(output("a", prompt_logprobs=entries),))
     assert over_the_wire(departing, arriving, last) == (last, 0)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_logprobs"), [(4, 1 << 18), (50_000, 20)], ids=["all tokens", "a book"])
+def test_no_piece_comes_near_the_length_of_the_longest_message(num_tokens: int, num_logprobs: int):
+    """One of 262,144 tokens with long texts for each place, and 20 for each of many."""
+    entry = {token: Logprob(-1.5, token + 1, "x" * 32) for token in range(num_logprobs)}
+    step = outputs(prompt_logprobs={"a": (None, *[entry] * num_tokens)})
+    pieces, _ = DepartingOutputs(1, 1).sent(step)
+    assert sum(len(piece.entries) for piece in pieces) == num_tokens + 1
+    assert max(len(encode(piece)) for piece in pieces) < MAX_MESSAGE_BYTES / 4
 
 
 def test_cumulative_outputs_have_their_prompts_logprobs_each_time():
