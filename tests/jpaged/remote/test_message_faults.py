@@ -170,14 +170,15 @@ class Asked(NamedTuple):
     expected: RequestOutput
 
     def is_met_by(self, found: Sequence[StepOutputs]) -> bool:
-        """Return whether what a stream has got is the output, and whether its deltas are."""
+        """Return whether what a stream has got is the output, and so are its deltas, or outputs that never go back."""
         tokens: dict[int, list[int]] = {sample.index: [] for sample in self.expected.outputs}
         for delta in (delta for outputs in found for delta in outputs.deltas):
             tokens[delta.index] += delta.token_ids
         are_deltas = {index: tuple(ids) for index, ids in tokens.items()} == {
             sample.index: sample.token_ids for sample in self.expected.outputs
         }
-        is_whole = timeless(found[-1].outputs[-1]) == timeless(self.expected)
+        lengths = [sum(len(one.token_ids) for one in output.outputs) for outputs in found for output in outputs.outputs]
+        is_whole = timeless(found[-1].outputs[-1]) == timeless(self.expected) and lengths == sorted(lengths)
         return is_whole and (are_deltas or not any(outputs.deltas for outputs in found))
 
 
