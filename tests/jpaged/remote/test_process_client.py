@@ -1,6 +1,7 @@
 """Messages that are lost, repeated, broken or too long cost no other request anything, and no process its life."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -117,6 +118,26 @@ def test_messages_that_come_twice_change_nothing(
         left = await process.submit([message], takes_deltas=True)
         left.close()
         await until_idle(process)
+
+    run_for_a_minute(run())
+
+
+def test_outputs_that_are_told_as_taken_twice_are_followed_by_the_next_ones_alone(
+    process: ProcessClient, message: NewRequest, expected: RequestOutput
+):
+    """Else some would come that their reader has no room for."""
+
+    async def run() -> None:
+        stream = await process.submit([message], takes_deltas=True)
+        first = await stream.take()
+        (number,) = process._streams
+        for _ in range(PARAMS.max_tokens or 0):
+            process._socket.send(codec.encode(Taken({number: 1})))
+            time.sleep(0.005)  # The event loop reads nothing meanwhile.
+        assert first is not None
+        found = [first, *await taken_from(stream)]
+        tokens = [one for outputs in found for delta in outputs.deltas for one in delta.token_ids]
+        assert tuple(tokens) == expected.outputs[0].token_ids
 
     run_for_a_minute(run())
 

@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,33 +120,109 @@ def test_sigterm_lets_requests_end(tiny: str, log: Path):
         assert has_ended(core)
 
 
-def test_a_killed_core_ends_streams_by_an_error_and_the_server_with_status_1(tiny: str, log: Path):
-    with serving(tiny, *PROCESS, log=log) as server:
-        server.request("/v1/completions", body(max_tokens=2))
-        server.request("/pause", {})
-        connections = [send(server, body(stream=True)) for _ in range(4)]
-        connections.append(send(server, body()))
-        wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == 5, 20)
-        os.kill(computing_pid(server), signal.SIGKILL)
-        *streams, complete = map(read_all, connections)
-        for stream in streams:
-            assert b'"type":"ServiceUnavailableError"' in stream
-            assert b"[DONE]" not in stream
-        assert complete.startswith(b"HTTP/1.1 503")
-        assert server.process.wait(10) == 1
-        text = log.read_text()
-        assert text.splitlines()[-1] == "error: the core process was ended by SIGKILL"
-        assert "Traceback" not in text
+@dataclass
+class Killed:
+    """A server before one of its two processes is killed."""
+
+    server: Served
+    connections: list[socket.socket]
+    """Streams, and last a request whose response comes as a whole."""
+    processes: list[int]
+    """All that it has started, and their children."""
+    folder: Path
+    """Where it makes its temporary files."""
 
 
-def test_a_killed_server_leaves_no_process(tiny: str, log: Path):
-    with serving(tiny, *PROCESS, log=log) as server:
-        core = computing_pid(server)
-        connection = send(server, body(stream=True))
-        server.process.kill()
-        server.process.wait()
-        wait_until(lambda: has_ended(core), 5)
+def when_idle(killed: Killed) -> None:
+    killed.server.request("/v1/completions", body(max_tokens=2))
+
+
+def under_streams(killed: Killed) -> None:
+    """Also once a child has parsed a long body."""
+    server = killed.server
+    server.request("/v1/completions", body(max_tokens=2, prompt=[72], padding=" " * LONG_BODY_BYTES))
+    server.request("/pause", {})
+    killed.connections += [send(server, body(stream=stream)) for stream in (*[True] * 32, False)]
+    wait_until(lambda: server.metrics()["jpaged:num_requests_waiting"] == len(killed.connections), 20)
+    server.request("/resume", {})
+    assert all(connection.recv(1) for connection in killed.connections[:-1][::8])
+
+
+def in_a_start(killed: Killed) -> None:
+    assert killed.server.request("/health")[0] == 503
+    wait_until(lambda: computing_pid(killed.server) != killed.server.process.pid, 5)
+
+
+def in_a_compilation(killed: Killed) -> None:
+    health = killed.server.request("/health")[2]
+    assert (health["status"], health["phase"]) == ("ok", "compile")
+    killed.connections += [send(killed.server, body(stream=stream)) for stream in (True, False)]
+
+
+WHEN: dict[str, Any] = {
+    "idle": pytest.param(when_idle, marks=pytest.mark.slow),
+    "streams": under_streams,
+    "start": pytest.param(in_a_start, marks=pytest.mark.slow),
+    "compilation": pytest.param(in_a_compilation, marks=pytest.mark.slow),
+}
+kills = pytest.mark.parametrize("when", WHEN.values(), ids=WHEN.keys())
+
+
+@pytest.fixture
+def killed(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: Callable[[Killed], None]
+) -> Iterator[Killed]:
+    """Give a server whose processes have come as far as the test wants."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    flags = PROCESS
+    if when is in_a_compilation:
+        flags = [*(flag for flag in PROCESS if flag not in ("--warmup", "off")), "--compilation-cache-dir", "off"]
+    with serving(tiny, *flags, log=tmp_path / "log", awaits=when is not in_a_start) as server:
+        found = Killed(server, [], [], folder)
+        when(found)
+        found.processes = children_of(server.process.pid)
+        assert computing_pid(server) in found.processes
+        yield found
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))
+    for connection in found.connections:
         connection.close()
+    wait_until(lambda: all(map(has_ended, found.processes)), 5)
+    assert list(folder.glob("jpaged-*")) == []
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for path in tasks for child in path.read_text().split()]
+    return children + [one for child in children for one in children_of(child)]
+
+
+@kills
+def test_a_killed_core_ends_streams_by_an_error_and_the_server_with_status_1(killed: Killed, when: Any):
+    server = killed.server
+    os.kill(computing_pid(server), signal.SIGKILL)
+    start_s = time.monotonic()
+    responses = list(map(read_all, killed.connections))
+    assert time.monotonic() - start_s < 5
+    for complete in responses[-1:]:
+        assert complete.startswith(b"HTTP/1.1 503")
+    for stream in responses[:-1]:
+        assert b'"type":"ServiceUnavailableError"' in stream
+        assert b"[DONE]" not in stream
+    assert server.process.wait(10) == 1
+    text = server.log.read_text()
+    ending = ", before it was ready" * (when is in_a_start)
+    assert text.splitlines()[-1] == f"error: the core process was ended by SIGKILL{ending}"
+    assert "Traceback" not in text
+
+
+@kills
+def test_a_killed_server_leaves_no_process(killed: Killed, when: Any):
+    killed.server.process.kill()
+    killed.server.process.wait()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path):
