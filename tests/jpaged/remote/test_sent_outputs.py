@@ -50,10 +50,11 @@ def outputs(*deltas: SampleDelta, ends: tuple[RequestOutput, ...] = (), prompt_l
 
 
 def over_the_wire(departing: DepartingOutputs, arriving: ArrivingOutputs, step: StepOutputs) -> Any:
-    """Return what a reader gets of the outputs of a step, and the number of pieces that they came in."""
+    """Return what a reader gets of the outputs of a step, and the number of pieces that they came in, each twice."""
     pieces, sent = departing.sent(step)
     for piece in pieces:
-        arriving.take_piece(decode(encode(piece), type(piece)))
+        for _ in range(2):
+            arriving.take_piece(decode(encode(piece), type(piece)))
     taken, lost = arriving.taken(decode(encode(sent), StepOutputs))
     assert lost == []
     return taken, len(pieces)
