@@ -197,6 +197,32 @@ def test_a_killed_core_ends_streams_and_calls_by_an_error_that_names_the_signal(
     asyncio.run(run())
 
 
+LOGS_TO_NOBODY = """
+import sys
+from jpaged.config.engine_config import EngineConfig
+from jpaged.remote.process_client import ProcessClient
+import asyncio
+
+async def run(client):
+    for _ in range(3):
+        client._socket.send(b"no message")
+        client._take_data(b"no message")
+    print((await client.stats())["requests"])
+
+client = ProcessClient(EngineConfig(model=sys.argv[1], max_num_seqs=4, max_model_len=64, warmup="off"))
+asyncio.run(run(client))
+client.shutdown()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_core_whose_log_cannot_be_written_goes_on(tiny: str):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-c", LOGS_TO_NOBODY, tiny]
+        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=100)
+    assert (found.returncode, found.stdout) == (0, "0\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end the children of a process")
 @pytest.mark.parametrize("maker", ["sleeps", "holds_the_lock"])
 def test_a_core_ends_with_its_front_and_leaves_nothing(folder: Path, maker: str):

@@ -28,10 +28,16 @@ def body(*, stream: bool = False, max_tokens: int = 110, **fields: Any) -> dict[
     }  # fmt: skip
 
 
-def send(server: Served, fields: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """Send a request, and return its connection without reading."""
+def send(
+    server: Served, fields: dict[str, Any], path: str = "/v1/completions", *, receive_bytes: int | None = None
+) -> socket.socket:
+    """Send a request, and return its connection without reading. The kernel keeps so many bytes of the response."""
     data = json.dumps(fields).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", server.port))
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     connection.sendall(head.encode() + b"\r\nConnection: close\r\n\r\n" + data)
     return connection
