@@ -52,6 +52,9 @@ slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore
 serving_process() { # All tests of servers once more, with the core in a process.
   JPAGED_TEST_CORE=process python -m pytest -m "slow or not slow" tests/jpaged/serving
 }
+soak() { # Ten minutes with a fault every ten seconds, for each client.
+  python scripts/soak.py --minutes 10 --faults --core thread && python scripts/soak.py --minutes 10 --faults --core process
+}
 live() { python scripts/live_weights.py && python scripts/array_costs.py; }
 examples() { # Beside the libraries that they are for, which need environments of their own.
   local name venv
@@ -80,7 +83,7 @@ page() { # The server's page, in Chromium; where it is missing, .ci/run skips th
 }
 clients() { python scripts/serve_clients.py && python scripts/tool_turns.py; } # Their environments, of 9 GB, stay in the user's cache folder.
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow serving_process live examples torch readme page clients}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow serving_process soak live examples torch readme page clients}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

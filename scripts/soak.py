@@ -1,32 +1,39 @@
 """Serves mixed traffic for minutes and holds the server to its promises at the end.
 
     python scripts/soak.py --minutes 5
+    python scripts/soak.py --minutes 10 --core process --faults
 
 The server runs the tiny model of the tests, with a pool of 30 % of what its sequences need. Clients send chats and
 completions of every kind: greedy, seeded, several samples, stop strings, JSON schemas, streamed and not. A fifth leave
 while their response comes, a tenth soon after they have sent their request, some read slowly. At the end no request has
 failed, and /metrics shows as many requests and tokens as clients have read; greedy texts are what they are alone;
 pages, queues, open files and threads are as before; memory has not grown, and nothing was compiled anew.
+
+With `--faults` a group of clients misbehaves every ten seconds, in another way each time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import re
+import socket
 import statistics
+import struct
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.jpaged.serving.served import Served, serving, wait_until
+from tests.jpaged.serving.served import Served, computing_pid, serving, wait_until
 from tests.jpaged.tiny_model import write_tiny_model
 
 NUM_CLIENTS = 24
@@ -39,6 +46,12 @@ MEAN_LEN = 130
 """Tokens of a sequence on average, about: the pool has pages for 30 % of 16 such sequences."""
 MAX_POOL_THREADS = 10
 """Threads that the server's pools and the event loop's have at most, made as they are needed."""
+FAULT_S = 10.0
+"""Seconds between two faults, by default."""
+NUM_FAULTY = 16
+"""Clients that have a fault at the same time."""
+STOPPED_S = 5.0
+"""Seconds for which a reader that stops reads nothing."""
 FLAGS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "288", "--block-size", "8",
     "--num-blocks", str(1 + 16 * MEAN_LEN // 8 * 3 // 10), "--num-host-blocks", "64", "--preemption-mode", "swap",
@@ -95,13 +108,17 @@ def text_and_usage(response: bytes, *, is_stream: bool) -> tuple[str, dict[str, 
     return "".join(texts), chunks[-1]["usage"]
 
 
+def as_bytes(route: str, data: bytes) -> bytes:
+    """Return a request as it is sent."""
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + data
+
+
 async def send(port: int, route: str, body: dict[str, Any], fate: str, rng: random.Random) -> bytes:
     """Send a request and return the response, as far as the client's fate lets it read it."""
-    data = json.dumps(body).encode()
-    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+        writer.write(as_bytes(route, json.dumps(body).encode()))
         if fate == "leaves" or (fate == "aborts" and not body["stream"]):
             await asyncio.sleep(rng.expovariate(20 if fate == "leaves" else 5))
             return b""
@@ -131,17 +148,23 @@ class Soak:
         self.memory_mb: list[tuple[float, float]] = []
         """(minutes since the start, MB) of the server's memory."""
 
-    async def run(self, seconds: float) -> None:
+    async def run(self, seconds: float, faults: Faults | None = None) -> None:
         start = time.monotonic()
-        watch = asyncio.create_task(self._watch(start))
+        beside = [asyncio.create_task(self._watch(start))]
+        if faults is not None:
+            beside.append(asyncio.create_task(faults.run()))
         await asyncio.gather(*(self._client(start + seconds) for _ in range(NUM_CLIENTS)))
-        watch.cancel()
+        for task in beside:
+            task.cancel()
+        for result in await asyncio.gather(*beside, return_exceptions=True):
+            if isinstance(result, Exception):
+                self.failures.append(f"{type(result).__name__}: {result}")
 
     async def _watch(self, start: float) -> None:
         """Note the server's memory every few seconds, for ever."""
         while True:
             await asyncio.sleep(WATCH_S)
-            self.memory_mb.append(((time.monotonic() - start) / 60, process_state(self.server.process.pid)["rss_mb"]))
+            self.memory_mb.append(((time.monotonic() - start) / 60, server_state(self.server)["rss_mb"]))
 
     def growth_mb_per_min(self) -> float:
         """Return the slope of the memory over the second half of the run, by least squares; 0 for a short run."""
@@ -186,6 +209,78 @@ class Soak:
         return wrong
 
 
+class Faults:
+    """Clients that misbehave, a group at a time."""
+
+    def __init__(self, soak: Soak, every_s: float, seed: int):
+        self.soak, self.every_s, self.rng = soak, every_s, random.Random(f"faults {seed}")
+        self.counts: Counter[str] = Counter()
+        """How often there was each fault."""
+
+    async def run(self) -> None:
+        """Have a fault every few seconds, for ever."""
+        kinds: dict[str, Callable[[], Awaitable[None]]] = {
+            "killed clients": self._killed, "stopped readers": self._stopped, "aborted uploads": self._aborted,
+            "broken bodies": self._broken,
+        }  # fmt: skip
+        for name in itertools.cycle(kinds):
+            await asyncio.sleep(self.every_s)
+            await asyncio.gather(*(kinds[name]() for _ in range(NUM_FAULTY)))
+            self.counts[name] += 1
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.soak.server.port)
+
+    async def _stream(self, max_tokens: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a request for a stream; its client may be gone before it is queued."""
+        self.soak.counts["leaves"] += 1
+        reader, writer = await self._connect()
+        body = {"model": "tiny", "prompt": self.rng.choice(WORDS), "max_tokens": max_tokens, "n": 4, "stream": True}
+        writer.write(as_bytes("/v1/completions", json.dumps(body).encode()))
+        return reader, writer
+
+    async def _killed(self) -> None:
+        """End as the system ends the connections of a process that it kills: by a reset."""
+        reader, writer = await self._stream(60)
+        if self.rng.random() < 0.5:
+            await reader.read(100)
+        end = writer.get_extra_info("socket")
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def _stopped(self) -> None:
+        """Read nothing for some seconds, and leave."""
+        _, writer = await self._stream(100)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(STOPPED_S)
+        writer.close()
+
+    async def _aborted(self) -> None:
+        """Leave in the middle of a body."""
+        _, writer = await self._connect()
+        data = json.dumps({"model": "tiny", "prompt": "x" * self.rng.choice([10, 10_000, 1_000_000])}).encode()
+        request = as_bytes("/v1/completions", data)
+        writer.write(request[: len(request) - len(data) // 2])
+        await writer.drain()
+        writer.close()
+
+    async def _broken(self) -> None:
+        """Send what is no JSON; each must be told so."""
+        reader, writer = await self._connect()
+        data = self.rng.choice([b"{", b'{"prompt": ', b"\xff\xfe", b"[" * 1000, b'{"model": "tiny", "prompt": 5}'])
+        writer.write(as_bytes("/v1/completions", data))
+        response = await reader.read(100)
+        writer.close()
+        if not response.startswith(b"HTTP/1.1 400"):
+            self.soak.failures.append(f"{response!r} for {data!r}")
+
+
+def server_state(server: Served) -> dict[str, float]:
+    """Return the memory, the threads and the open files of a server and of its core, which may be another process."""
+    states = [process_state(pid) for pid in {server.process.pid, computing_pid(server)}]
+    return {name: sum(state[name] for state in states) for name in states[0]}
+
+
 def process_state(pid: int) -> dict[str, float]:
     """Return the memory, the threads and the open files of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -224,8 +319,8 @@ def metrics_faults(soak: Soak, metrics: dict[str, float]) -> list[str]:
 def check(server: Served, soak: Soak, before: dict[str, float], minutes: float) -> dict[str, Any]:
     """Return figures and, under `wrong`, every promise that does not hold."""
     wait_until(server.is_idle, 30, "requests or pages are left")
-    wait_until(lambda: process_state(server.process.pid)["files"] <= before["files"], 30, "files are left open")
-    after, metrics = process_state(server.process.pid), server.metrics()
+    wait_until(lambda: server_state(server)["files"] <= before["files"], 30, "files are left open")
+    after, metrics = server_state(server), server.metrics()
     growth = soak.growth_mb_per_min()
     wrong = [*soak.failures[:5], *metrics_faults(soak, metrics)]
     differing = [key for key, texts in soak.greedy.items() if len(texts) > 1]
@@ -251,16 +346,23 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warmup", default="full", help="when the server compiles its programs")
+    parser.add_argument("--core", choices=("thread", "process"), default="thread", help="where the server computes")
+    parser.add_argument(
+        "--faults", type=float, nargs="?", const=FAULT_S, metavar="S", help="have a fault every S seconds"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tiny_model(folder / "tiny")
-        with serving(folder / "tiny", *FLAGS, "--warmup", args.warmup, log=folder / "log") as server:
+        flags = (*FLAGS, "--warmup", args.warmup, "--core", args.core)
+        with serving(folder / "tiny", *flags, log=folder / "log") as server:
             server.request("/v1/completions", {"prompt": "warm", "max_tokens": 2})
-            before = process_state(server.process.pid)
+            before = server_state(server)
             soak = Soak(server, args.seed)
-            asyncio.run(soak.run(60 * args.minutes))
+            faults = Faults(soak, args.faults, args.seed) if args.faults else None
+            asyncio.run(soak.run(60 * args.minutes, faults))
             found = check(server, soak, before, args.minutes)
+            found["faults"] = {} if faults is None else faults.counts
         lines = (folder / "log").read_text().splitlines()
         found["wrong"] += [line for line in lines if " ERROR " in line or " CRITICAL " in line][:5]
     print(json.dumps(found, indent=1))
