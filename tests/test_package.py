@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import re
 import shutil
 import subprocess
 import sys
@@ -275,6 +276,21 @@ def test_no_source_uses_pickle_or_torch() -> None:
             found = {name.split(".")[0] for name in imports(path)}
             assert not found & {"pickle", "cloudpickle", "dill", "torch", "shelve", "marshal"}, path
             assert "allow_pickle=True" not in path.read_text(), path
+
+
+def test_only_dates_come_from_the_clock_that_may_jump() -> None:
+    """Whatever waits, or is given up after a while, has a clock that goes on evenly."""
+    dates = re.compile(r"time\.time\b|time_ns|datetime\.now|utcnow|date\.today|from time import")
+    found = {str(path.relative_to(ROOT)) for path in (ROOT / "jpaged").rglob("*.py") if dates.search(path.read_text())}
+    assert found == {
+        "jpaged/commands/bench/report.py",
+        "jpaged/commands/bench/tune.py",
+        "jpaged/serving/http/generation.py",  # `created`
+        "jpaged/serving/http/server_state.py",  # Of models, `created` too.
+        "jpaged/serving/protocols/encoder.py",  # `completed_at`
+        "jpaged/startup/builtin_model.py",  # The age of a file.
+        "jpaged/text/chat/template_environment.py",  # `strftime_now`
+    }
 
 
 def test_base_dependencies_are_all_that_the_package_imports() -> None:

@@ -46,6 +46,24 @@ def held(config: EngineConfig, progress: Any, *, folder: str) -> Any:
     return engine
 
 
+def cannot_compile(config: EngineConfig, progress: Any) -> Any:
+    """Return an engine as servers have it, whose programs for logprobs of prompts cannot be compiled."""
+    from jpaged.engine import Engine
+    from jpaged.step.programs import Programs
+
+    init = Programs.__init__
+
+    def fails() -> Any:
+        raise MemoryError("no room for the compiler")
+
+    def init_failing(self: Programs, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.lower_scores.update(dict.fromkeys(self.lower_scores, fails))
+
+    Programs.__init__ = init_failing  # type: ignore[method-assign]
+    return Engine.from_engine_args(replace(config, warmup="lazy"), progress=progress, compiles_behind=True)
+
+
 def has_short_messages(config: EngineConfig, progress: Any, *, max_bytes: int) -> Any:
     """Return an engine in a process that sends no message with more bytes, and logprobs of prompts in small pieces.
 

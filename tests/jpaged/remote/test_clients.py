@@ -11,6 +11,7 @@ import pytest
 
 from jpaged import Engine, SamplingParams
 from jpaged.codec import decode, encode
+from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
 from jpaged.intake.request_builder import RequestBuilder
 from jpaged.messages import NewRequest
@@ -18,6 +19,7 @@ from jpaged.outputs import RequestOutput, StepOutputs
 from jpaged.remote.core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream
 from jpaged.remote.process_client import ProcessClient
 from jpaged.remote.thread_client import ThreadClient
+from jpaged.step.programs import Programs
 from jpaged.text.grammar.grammar import Grammars
 
 from ..tiny_model import SIZES
@@ -272,6 +274,38 @@ def own_client(request: pytest.FixtureRequest, tiny: str, start_process: StartPr
     client = start_process() if request.param == "process" else ThreadClient(Engine(tiny, **OPTIONS))
     yield client
     client.shutdown()
+
+
+@pytest.fixture(params=["thread", "process"])
+def cannot_compile(
+    request: pytest.FixtureRequest, tiny: str, start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CoreClient]:
+    if request.param == "process":
+        yield start_process("cannot_compile")
+        return
+    from .core_makers import cannot_compile
+
+    monkeypatch.setattr(Programs, "__init__", Programs.__init__)  # Put back afterwards.
+    client = ThreadClient(cannot_compile(EngineConfig(model=tiny, **OPTIONS), lambda *_: None))
+    yield client
+    client.shutdown()
+
+
+def test_a_program_that_cannot_be_compiled_ends_the_requests_that_need_it_alone(
+    cannot_compile: CoreClient, alone: Engine
+):
+    async def run() -> None:
+        plain = alone.builder.build("", "Once", PARAMS, number=0)
+        scored = alone.builder.build("", "Once", SamplingParams(max_tokens=20, prompt_logprobs=1), number=0)
+        outputs = await asyncio.gather(*(last_output(cannot_compile, one) for one in (plain, scored, plain, scored)))
+        for failed in outputs[1::2]:
+            assert failed.error is not None
+            assert "a program that this request needs was not compiled (MemoryError" in failed.error
+        expected = timeless(alone.generate("Once", PARAMS, use_tqdm=False)[0])
+        assert [timeless(output) for output in outputs[::2]] == [expected] * 2
+        await until_idle(cannot_compile)
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_was_shut_down_has_a_status_and_counters_and_takes_no_call(
