@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from .checks import check, one_of, refusal, shown
+from .checks import check, integer, one_of, or_none, refusal, shown
 from .config.engine_config import EngineConfig
 from .core.stat_loggers import StatLogger
 from .errors import ConfigError, JpagedError
@@ -28,7 +28,7 @@ from .sampling.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .remote.process_client import ProcessClient
+    from .remote.core_group import CoreGroup
     from .startup.build_engine import Progress
     from .startup.open_model import ModelHandle
 
@@ -44,30 +44,35 @@ class AsyncEngine:
     other calls enter between two steps. The `Engine` itself is the attribute `engine`; those of its calls that are
     missing here, such as `score`, can be awaited by `call`.
 
-    With `core="process"` the engine is in a process of its own, and this one loads no JAX. What Python alone can give
-    is refused then: `engine`, `call`, `update_params`, loggers, and options such as `mesh` or `params`.
+    With `core="process"` the engine is in a process of its own, and this one loads no JAX; with `data_parallel_size`
+    there are several, and each request goes to the one that has the least to do for it. What Python alone can give is
+    refused then: `engine`, `call`, `update_params`, loggers, and options such as `mesh` or `params`.
     """
 
     def __init__(
         self,
         model: str | None = None,
         *,
-        core: str = "thread",
+        core: str | None = None,
+        core_restarts: int = 0,
         stat_loggers: Sequence[StatLogger] = (),
         **options: Any,
     ):
         """Load a model; the other arguments are those of `Engine`. Raise ConfigError or ModelLoadError.
 
-        `core` is where steps are computed: in a thread, or in a process, where requests and streams wait for no step.
-        `stat_loggers` are told of each step and of each ended request, on the thread that computes steps.
+        `core` is where steps are computed: in a thread, which is the default for one core, or in a process, where
+        requests and streams wait for no step. A core process that ends by itself is started again at most
+        `core_restarts` times; its requests end by an error. `stat_loggers` are told of each step and of each ended
+        request, on the thread that computes steps.
         """
-        if check_core(core, stat_loggers) == "process":
+        num_cores = options.get("data_parallel_size", 1)
+        if check_core(core, num_cores, core_restarts, stat_loggers) == "process":
             if not isinstance(model, str | None):
                 raise _needs_thread("model", f"a {type(model).__name__}")
             config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
-            from .remote.process_client import ProcessClient  # This needs a package of the extra `serve`.
+            from .remote.core_group import CoreGroup  # This needs a package of the extra `serve`.
 
-            self._start_process(config, ProcessClient(config))
+            self._start_processes(config, CoreGroup(config, num_restarts=core_restarts))
             return
         from .engine import Engine  # This loads JAX.
 
@@ -101,10 +106,10 @@ class AsyncEngine:
         return self
 
     @classmethod
-    def from_process(cls, config: EngineConfig, client: ProcessClient) -> Self:
-        """Wrap a core process that was started with a config. It belongs to this object from now on."""
+    def from_processes(cls, config: EngineConfig, group: CoreGroup) -> Self:
+        """Wrap core processes that were started with a config. They belong to this object from now on."""
         self = cls.__new__(cls)
-        self._start_process(config, client)
+        self._start_processes(config, group)
         return self
 
     def _start(self, engine: Engine, stat_loggers: Sequence[StatLogger], *, counts_requests: bool = False) -> None:
@@ -113,10 +118,10 @@ class AsyncEngine:
         """The options of the engine."""
         self._set_client(ThreadClient(engine, stat_loggers, counts_requests=counts_requests))
 
-    def _start_process(self, config: EngineConfig, client: ProcessClient) -> None:
+    def _start_processes(self, config: EngineConfig, group: CoreGroup) -> None:
         self._engine, self.config = None, config
-        self._builder = client.builder()
-        self._set_client(client)
+        self._builder = group.builder()
+        self._set_client(group)
 
     def _set_client(self, client: CoreClient) -> None:
         self.client = client
@@ -261,12 +266,23 @@ class AsyncEngine:
         await asyncio.to_thread(self.shutdown)
 
 
-def check_core(core: str, stat_loggers: Sequence[StatLogger] = ()) -> str:
-    """Return where steps are computed.
+def check_core(
+    core: str | None, num_cores: Any = 1, num_restarts: int = 0, stat_loggers: Sequence[StatLogger] = ()
+) -> str:
+    """Return where steps are computed: where `core` says, else in a thread, but in processes for several cores.
 
-    Raise ConfigError for a word that is none, for loggers with a process, and if the package for processes is missing.
+    Raise ConfigError for a word that is none, for several cores in threads and restarts of a thread, for loggers with a
+    process, and if the package for processes is missing.
     """
-    check("core", core, one_of(*CORES), error=ConfigError)
+    check("core", core, or_none(one_of(*CORES)), error=ConfigError)
+    check("core_restarts", num_restarts, integer(0), error=ConfigError)
+    check("data_parallel_size", num_cores, integer(1), error=ConfigError)
+    if core == "thread" and num_cores > 1:
+        allowed, way_out = "process with data_parallel_size above 1", "leave core out"
+        raise refusal("core", shown(core), allowed, way_out, error=ConfigError)
+    core = core or ("thread" if num_cores == 1 else "process")
+    if core == "thread" and num_restarts:
+        raise refusal("core_restarts", num_restarts, "0 for a thread", "take core=process", error=ConfigError)
     if core == "process" and stat_loggers:
         raise _needs_thread("stat_loggers", "some")
     if core == "process" and find_spec("zmq") is None:

@@ -3,7 +3,7 @@
 A rule is a function that returns a value as it is kept, or raises Unfit; `check` makes of that an error that names the
 value. An error about an option shows the value as Python writes it (`shown`); one about a request, whose values may be
 of a prompt and whose text reaches clients, logs and tracing backends, tells no more than its kind (`told`). Pure
-Python; imports only errors.
+Python; imports only errors and names.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sys import float_info
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from .errors import InvalidRequestError, JpagedError
+from .not_available import WAYS_OUT
 
 INT64 = (-(1 << 63), (1 << 63) - 1)
 MAX_EXACT_FLOAT = 1 << 53
@@ -111,9 +112,9 @@ def check_name(
     """Do nothing if `name` is among `known`; otherwise raise `error` with a message that helps to correct it.
 
     A name in `not_available` is refused as one that this version does not have, together with its `value` if that is
-    not None; `way_out`, by default "leave it out", ends the message. Any other name is refused as an unknown `kind`,
-    such as "option", with the nearest known name; where none is near, `way_out` or the list of `known` names follows.
-    `place` is where the name stands, such as "stream_options.", and is put before it.
+    not None; the entry of `WAYS_OUT` for it, else `way_out`, else "leave it out" ends the message. Any other name is
+    refused as an unknown `kind`, such as "option", with the nearest known name; where none is near, `way_out` or the
+    list of `known` names follows. `place` is where the name stands, such as "stream_options.", and is put before it.
     Example: "temprature: unknown option; did you mean temperature?".
     """
     if name in known:
@@ -121,7 +122,8 @@ def check_name(
     place_and_name, param = place + shown_name(name), place + str(name)[:MAX_NAME_CHARS]
     if name in not_available:
         got = "" if value is None else f" (got {_got(value, error)})"
-        raise error(f"{place_and_name}: not available in this version{got}; {way_out or 'leave it out'}", param=param)
+        way_out = WAYS_OUT.get(str(name).lstrip("-").replace("-", "_")) or way_out or "leave it out"
+        raise error(f"{place_and_name}: not available in this version{got}; {way_out}", param=param)
     near = nearest(str(name)[:MAX_NAME_CHARS], known)
     hint = f"did you mean {near}?" if near else way_out or f"allowed: {', '.join(known)}"
     raise error(f"{place_and_name}: unknown {kind}; {hint}", param=param)

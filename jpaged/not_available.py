@@ -22,6 +22,11 @@ SERVE_OPTIONS = (
     "ssl_ca_certs", "ssl_cert_reqs", "uvicorn_log_level",
 )  # fmt: skip
 """Options of `jpaged serve`."""
+WAYS_OUT = {
+    "data_parallel_size_local": "give --data-parallel-size, the cores on this machine",
+    "api_server_count": "give --core process, and --data-parallel-size for more cores",
+}
+"""What does the same as some of these names, or as much of it as there is."""
 ROUTES = (
     "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank",
     "/classify", "/pooling", "/v1/audio/transcriptions", "/v1/images/generations", "/v1/load_lora_adapter",

@@ -50,11 +50,15 @@ def _run(argv: list[str]) -> int:
     from ..serving.options import ServeOptions, bind
 
     given = {one.name: value for one in fields(ServeOptions) if (value := getattr(args, one.name)) is not None}
-    options = ServeOptions(**given)
-    check_core(options.core)
+    options, config = ServeOptions(**given), _config(args)
+    core = check_core(options.core, config.data_parallel_size, options.core_restarts)
+    options = replace(options, core=core)
+    if core == "process":
+        from ..remote.machine_share import machine_shares
+
+        machine_shares(config)  # Raises for more cores than there are devices for.
     keys = options.read_keys()
     template = None if options.chat_template is None else read_template(options.chat_template)
-    config = _config(args)
     listeners = bind(options)
     with interrupts_held():  # With a thread this imports JAX, which would crash if an interrupt came meanwhile.
         from ..serving.http.http_protocol import BACKLOG
@@ -72,7 +76,7 @@ def _run(argv: list[str]) -> int:
     say(f"listening at {addresses_of(options, listeners)} ({guarded})")
     with closing(ProgressReport()) as progress:
         if handle is None:
-            start = partial(_start_process, config, template, state, progress)
+            start = partial(_start_processes, config, template, state, progress)
         else:
             start = partial(_start_engine, config, handle, template, state, progress)
         return run_server(state, listeners, start, keys=keys)
@@ -107,24 +111,28 @@ def _start_engine(
     return _started(async_engine, state, template, memory=engine.memory, identity=identity)
 
 
-def _start_process(
+def _start_processes(
     config: EngineConfig, template: str | None, state: ServerState, progress: ProgressReport
 ) -> StartedEngine:
-    """Let a core process make the engine, and make the parser of its requests here, as `_start_engine` does."""
+    """Let core processes make the engines, and make the parser of their requests here, as `_start_engine` does."""
     from ..async_engine import AsyncEngine
-    from ..remote.process_client import ProcessClient
+    from ..remote.core_group import CoreGroup
 
-    options = {"keeps_programs": True, "compiles_behind": True}
-    report = partial(_report, state, progress)
-    client = ProcessClient(config, options=options, progress=report, watch=state.options.watch)
+    group = CoreGroup(
+        config,
+        num_restarts=state.options.core_restarts,
+        options={"keeps_programs": True, "compiles_behind": True},
+        progress=partial(_report, state, progress),
+        watch=state.options.watch,
+    )
     progress.close()
     return _started(
-        AsyncEngine.from_process(config, client),
+        AsyncEngine.from_processes(config, group),
         state,
         template,
-        memory=client.memory,
-        identity=client.identity,
-        builder_setup=client.builder_setup,
+        memory=group.memory,
+        identity=group.identity,
+        builder_setup=group.builder_setup,
     )
 
 

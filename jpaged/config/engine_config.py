@@ -143,8 +143,11 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """How the trainer splits its arrays over `mesh`, as rules of Flax: {"heads": "tp", "mlp": "tp", "embed": "fsdp"}.
     The axes of vocab, heads, kv_heads, mlp and expert are those for tensors."""
     data_parallel_size: int = _option(
-        1, "copies of the model; 1, since more are not available in this version", rules.only_one
+        1,
+        "copies of the model, each in a core process with devices of its own; for serve, generate and AsyncEngine",
+        integer(1, MAX_DEVICES),
     )
+    """Requests go to the copy that has the least to do for them. A single `Engine` takes 1 alone."""
     pipeline_parallel_size: int = _option(
         1, "stages of layers on devices of their own; 1, since more are not available in this version", rules.only_one
     )

@@ -59,6 +59,15 @@ class CoreSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and times of steps and requests, of a client that counts them."""
 
 
+class CoreState(NamedTuple):
+    """One core process as its owner sees it."""
+
+    engine: int
+    """Counts the cores of a client from 0."""
+    status: str
+    """"ok", "starting", "sleeping", "stalled", "stopping" or "failed"."""
+
+
 class WatchOptions(NamedTuple):
     """How long a core may make no progress, and what happens then."""
 
@@ -93,6 +102,13 @@ class RequestNames:
     def _next_numbers(self, count: int) -> int:
         self._num_taken += count
         return self._num_taken - count
+
+
+class GivenNames(RequestNames):
+    """Leaves requests the ids and numbers that they have."""
+
+    def named(self, messages: Sequence[NewRequest]) -> list[NewRequest]:
+        return list(messages)
 
 
 class StreamOwner(ABC):
@@ -154,6 +170,10 @@ class CoreClient(ABC):
     def status(self) -> CoreStatus:
         """Return what the core is doing. This waits for nothing, and can be called whatever the core does."""
 
+    def states(self) -> list[CoreState]:
+        """Return how each core process is; none for an engine in this process. This waits for nothing."""
+        return []
+
     @abstractmethod
     def watch(self, options: WatchOptions) -> str:
         """Return what hangs in the core, as a sentence without its full stop; empty while it goes on.
@@ -169,6 +189,10 @@ class CoreClient(ABC):
     @abstractmethod
     async def snapshot(self) -> CoreSnapshot:
         """Return the counters of the core, which waits for no step; of one that was shut down, the last ones."""
+
+    async def snapshots(self) -> dict[int, CoreSnapshot]:
+        """Return the counters of each core by itself, as `snapshot` does; cores count from 0."""
+        return {0: await self.snapshot()}
 
     @abstractmethod
     async def stats(self) -> dict[str, Any]:

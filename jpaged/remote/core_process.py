@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -63,6 +63,9 @@ from .wire import (
     greeting,
     read_by_core,
 )
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 logger = logging.getLogger("jpaged")
 
@@ -142,7 +145,7 @@ class CoreServer:
         builder = codec.encode(setup_of(engine.builder))
         identity = f"{engine.config} {engine.backend.name}"
         self._calls = calls
-        self._send(Ready(builder, engine.memory, identity, calls.status()))
+        self._send(Ready(builder, engine.memory, identity, _num_cached_pages(engine), calls.status()))
         self._is_stopping.wait()
         calls.shutdown()
         self._send(Stopped(calls.snapshot()))
@@ -328,6 +331,15 @@ class CoreServer:
 
     def _send(self, message: FromCore) -> None:
         self._socket.send(codec.encode(message))
+
+
+def _num_cached_pages(engine: Engine) -> int:
+    """Return how many pages an engine can keep for later prefixes."""
+    stats, config = engine.loop.stats(), engine.config
+    if not config.enable_prefix_caching:
+        return 0
+    num_pages, max_pages = int(stats["blocks"]), config.max_cached_blocks
+    return (num_pages if max_pages is None else min(num_pages, max_pages)) + int(stats["host_blocks"])
 
 
 NOTHING = msgspec.Raw(codec.encode(None))

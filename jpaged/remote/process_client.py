@@ -133,6 +133,8 @@ class ProcessClient(CoreClient, StreamOwner):
         """What makes the engine's builder of requests: a `BuilderSetup`, encoded."""
         self.memory, self.identity = ready.memory, ready.identity
         """What the device's memory is used for; the names of the model, of the options and of the backend."""
+        self.num_cached_pages = ready.num_cached_pages
+        """Pages that the core can keep for later prefixes."""
         self._status = ready.status
 
     def builder(self) -> RequestBuilder:
@@ -144,9 +146,10 @@ class ProcessClient(CoreClient, StreamOwner):
         """Return the id of the core process."""
         return self._child.pid
 
-    def wait_for_end(self) -> None:
-        """Wait until the process has ended, for whatever reason. Any thread may call."""
+    def wait_for_end(self) -> str:
+        """Wait until the process has ended, and return how, as `lost_process` does. Any thread may call."""
         self._child.wait_for_end()
+        return self._end or self._child.end
 
     # The start
 
@@ -295,16 +298,24 @@ class ProcessClient(CoreClient, StreamOwner):
     async def stop_profile(self) -> bool:
         return codec.decode(await self._call("stop_profile"), bool)
 
-    def shutdown(self) -> None:
+    def stop(self) -> None:
+        """Take no more requests, and tell the process to end; `shutdown` waits for that."""
         if not self._end:
             self._is_stopping, self._end = True, "the engine was shut down"
             self._send(Stop())
+
+    def shutdown(self) -> None:
+        self.stop()
         self._child.wait()
         loop = self._loop
         if loop is not None and loop.is_running() and loop is not _running_loop():
             loop.call_soon_threadsafe(self._finish)
         else:
             self._finish()
+
+    def send_call(self, name: str, *arguments: Any) -> None:
+        """Make a call whose answer nothing waits for."""
+        self._send(Call(next(self._numbers), name, arguments))
 
     async def _call(self, name: str, *arguments: Any) -> msgspec.Raw:
         """Return the result of a named call, encoded, or raise what it has raised."""
@@ -391,7 +402,7 @@ class ProcessClient(CoreClient, StreamOwner):
                 stream.num_come = sent.number
                 outputs, lost = stream.arriving.taken(sent.outputs)
                 if lost:
-                    self._send(Call(next(self._numbers), "abort", (lost,)))  # Its answer is for nobody.
+                    self.send_call("abort", lost)
                 if outputs.deltas or outputs.outputs or outputs.prompt_logprobs:
                     stream.put(outputs)
                 if stream.arriving.are_over:

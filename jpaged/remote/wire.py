@@ -123,6 +123,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the memory of the device is used for."""
     identity: str
     """Names the model, the options and the backend of the engine."""
+    num_cached_pages: int
+    """Pages that can be kept for later prefixes; 0 without a prefix cache."""
     status: CoreStatus
 
 

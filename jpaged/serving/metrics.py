@@ -1,16 +1,16 @@
 """What /metrics tells: counts and times of steps and requests, under vLLM's names.
 
-The core counts in plain numbers; Prometheus's format is made of its snapshot, when it is asked for. No label comes from
-a request.
+A core counts in plain numbers; Prometheus's format is made of its snapshot, when it is asked for. Each sample has the
+label `engine`, the number of its core. No label comes from a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ..core.request_counts import RequestCounter
+from ..core.request_counts import RequestCounter, RequestCounts
 from ..remote.core_client import CoreSnapshot
 
 if TYPE_CHECKING:
@@ -34,57 +34,88 @@ class ServerMetrics:
         """`model_name` is a label of all metrics; with `has_vllm_names` their names begin with `vllm:`."""
         self.prefix, self._label = "vllm" if has_vllm_names else "jpaged", model_name
 
-    def text(self, snapshot: CoreSnapshot | None) -> bytes:
-        """Return all metrics in Prometheus's text format; counters of the core are 0 without a snapshot of it."""
+    def text(self, snapshots: Mapping[int, CoreSnapshot]) -> bytes:
+        """Return all metrics in Prometheus's text format, with the samples of each core; without any core all are 0."""
         from prometheus_client import generate_latest
 
-        return generate_latest(_Collector(partial(self._families, snapshot)))  # type: ignore[arg-type]
+        if snapshots:
+            cores = [_Core.of(snapshot, [self._label, str(index)]) for index, snapshot in snapshots.items()]
+        else:
+            cores = [_Core([self._label, "0"], {}, NOTHING, None)]
+        return generate_latest(_Collector(partial(self._families, cores)))  # type: ignore[arg-type]
 
-    def _families(self, snapshot: CoreSnapshot | None) -> Iterable[Metric]:
+    def _families(self, cores: Sequence[_Core]) -> Iterable[Metric]:
         """Yield each metric with all its samples."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        stats = {} if snapshot is None else dict(snapshot.stats)
-        requests = NOTHING if snapshot is None or snapshot.requests is None else snapshot.requests
-        stats["padding_tokens"] = stats.get("padded_tokens", 0) - stats.get("step_tokens", 0)
-        labels, label_values = ["model_name"], [self._label]
+        def filled(family: Metric, samples: Iterable[tuple[_Core, Sequence[str], float]]) -> Metric:
+            """Return a family with a value for each core and each of its further labels."""
+            for core, more_labels, value in samples:
+                family.add_metric([*core.labels, *more_labels], value)  # type: ignore[attr-defined]
+            return family
+
+        labels = ["model_name", "engine"]
         for name, (key, text) in GAUGES.items():
-            value = stats.get(key, 0)
-            yield self._with(GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels), label_values, value)
+            gauge = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=labels)
+            yield filled(gauge, [(core, (), core.stats.get(key, 0)) for core in cores])
         share = GaugeMetricFamily(f"{self.prefix}:kv_cache_usage_perc", "Pages in use, 0 to 1.", labels=labels)
-        yield self._with(share, label_values, stats.get("blocks_used", 0) / max(1, stats.get("blocks", 1)))
-        if snapshot is not None:
+        yield filled(share, [(core, (), core.share_of_pages) for core in cores])
+        with_snapshots = [(core, core.snapshot) for core in cores if core.snapshot is not None]
+        if with_snapshots:
             text = "Tokens of a page, and pages: labels of a value that is always 1."
             pool = GaugeMetricFamily(
                 f"{self.prefix}:cache_config_info", text, labels=[*labels, "block_size", "num_gpu_blocks"]
             )
-            sizes = [str(snapshot.block_size), str(stats["blocks"])]
-            yield self._with(pool, [*label_values, *sizes], 1)
+            sizes = [(core, (str(found.block_size), str(found.stats["blocks"])), 1) for core, found in with_snapshots]
+            yield filled(pool, sizes)
         for name, (key, text) in COUNTERS.items():
-            value = stats.get(key, 0)
-            yield self._with(CounterMetricFamily(f"{self.prefix}:{name}", text, labels=labels), label_values, value)
+            counter = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=labels)
+            yield filled(counter, [(core, (), core.stats.get(key, 0)) for core in cores])
         success = CounterMetricFamily(
             f"{self.prefix}:request_success", "Requests that have ended.", labels=[*labels, "finished_reason"]
         )
-        for reason, count in requests.finished.items():
-            success.add_metric([*label_values, reason], count)
-        yield success
-        if snapshot is not None and snapshot.expert_tokens:
+        ended = [(core, (reason,), count) for core in cores for reason, count in core.requests.finished.items()]
+        yield filled(success, ended)
+        if chosen := [sample for core, snapshot in with_snapshots for sample in _expert_samples(core, snapshot)]:
             text = "Tokens that have chosen each expert of each layer."
-            chosen = CounterMetricFamily(f"{self.prefix}:expert_tokens", text, labels=[*labels, "layer", "expert"])
-            for layer, counts in snapshot.expert_tokens.items():
-                for expert, count in enumerate(counts):
-                    chosen.add_metric([*label_values, str(layer), str(expert)], count)
-            yield chosen
-        for name, histogram in requests.histograms.items():
-            family = HistogramMetricFamily(f"{self.prefix}:{name}", HISTOGRAM_TEXTS[name], labels=labels)
-            family.add_metric(label_values, histogram.buckets(), histogram.sum)
+            experts = CounterMetricFamily(f"{self.prefix}:expert_tokens", text, labels=[*labels, "layer", "expert"])
+            yield filled(experts, chosen)
+        for name, text in HISTOGRAM_TEXTS.items():
+            family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=labels)
+            for core in cores:
+                histogram = core.requests.histograms[name]
+                family.add_metric(core.labels, histogram.buckets(), histogram.sum)
             yield family
 
-    @staticmethod
-    def _with(family: Metric, labels: Sequence[str], value: float) -> Metric:
-        family.add_metric(labels, value)  # type: ignore[attr-defined]
-        return family
+
+class _Core(NamedTuple):
+    """What a core has counted, as metrics have it."""
+
+    labels: list[str]
+    """The values of the labels that all its samples have."""
+    stats: Mapping[str, float | int]
+    requests: RequestCounts
+    snapshot: CoreSnapshot | None
+    """None before there is a core."""
+
+    @classmethod
+    def of(cls, snapshot: CoreSnapshot, labels: list[str]) -> Self:
+        """Return the counts of a snapshot."""
+        stats = dict(snapshot.stats)
+        stats["padding_tokens"] = stats["padded_tokens"] - stats["step_tokens"]
+        return cls(labels, stats, snapshot.requests or NOTHING, snapshot)
+
+    @property
+    def share_of_pages(self) -> float:
+        """Return the share of the pages that is in use."""
+        return self.stats.get("blocks_used", 0) / max(1, self.stats.get("blocks", 1))
+
+
+def _expert_samples(core: _Core, snapshot: CoreSnapshot) -> Iterable[tuple[_Core, Sequence[str], float]]:
+    """Yield how many tokens have chosen each expert, if the core counts that."""
+    for layer, counts in snapshot.expert_tokens.items():
+        for expert, count in enumerate(counts):
+            yield core, (str(layer), str(expert)), count
 
 
 GAUGES = {

@@ -132,12 +132,18 @@ class ServeOptions(CheckedFields, kind="option", error=ConfigError, not_availabl
     shutdown_timeout: float = checks.checked(
         30.0, number(0.0, 86400.0), "seconds that requests have to end after SIGTERM or Ctrl-C", metavar="X"
     )
-    core: str = checks.checked(
-        "thread",
-        one_of(*CORES),
+    core: str | None = checks.checked(
+        None,
+        or_none(one_of(*CORES)),
         "where steps are computed: in a thread of the server's process, or in a process of their own, where they and "
-        "requests do not hold up each other; default: thread",
+        "requests do not hold up each other; default: thread, and process with --data-parallel-size above 1",
         metavar="CORE",
+    )
+    core_restarts: int = checks.checked(
+        0,
+        integer(0),
+        "how often a core process that ends by itself is started again, for each; its requests end by an error",
+        metavar="N",
     )
     watchdog: str = checks.checked(
         "report",

@@ -123,6 +123,9 @@ def build_engine(
     waits for a program that it does not need. Raises ConfigError if the options do not fit the model, the devices or
     their memory, and ModelLoadError if the weights cannot be loaded.
     """
+    if config.data_parallel_size > 1:
+        way_out = "take AsyncEngine, jpaged serve or jpaged generate, which start a process for each"
+        raise refusal("data_parallel_size", config.data_parallel_size, "1 for one engine", way_out, error=ConfigError)
     compiles_behind = compiles_behind and config.warmup == "lazy"
     is_own = isinstance(handle.config, OwnModel)
     # A model of the caller's own comes with the caller's process, whose JAX is left as it is.

@@ -154,10 +154,10 @@ def serve(port_file: str, core: str, template: str, paced: str) -> int:
     def start() -> StartedEngine:
         setup: bytes | None = None
         if core == "process":
-            from jpaged.remote.process_client import ProcessClient
+            from jpaged.remote.core_group import CoreGroup
 
-            client = ProcessClient(config, maker="served_process:make_paced", options=json.loads(paced))
-            engine, setup = AsyncEngine.from_process(config, client), client.builder_setup
+            client = CoreGroup(config, maker="served_process:make_paced", options=json.loads(paced))
+            engine, setup = AsyncEngine.from_processes(config, client), client.builder_setup
         else:
             made = make_paced(config, None, **json.loads(paced))
             engine = AsyncEngine.from_engine(made, counts_requests=True)

@@ -82,7 +82,7 @@ def client_of(engine: Engine) -> Iterator[ThreadClient]:
 
 def series_of_experts(client: ThreadClient) -> set[str]:
     """Return the lines of /metrics that count the tokens of experts."""
-    lines = ServerMetrics("tiny").text(asyncio.run(client.snapshot())).decode().splitlines()
+    lines = ServerMetrics("tiny").text(asyncio.run(client.snapshots())).decode().splitlines()
     return {line for line in lines if line.startswith("jpaged:expert_tokens_total")}
 
 
@@ -119,7 +119,7 @@ def test_every_computed_token_is_counted_once_and_none_behind_the_end(num_decode
         assert stats["recompiles"] == 0
         config = engine.handle.decoder.experts
         wanted = {
-            f'jpaged:expert_tokens_total{{expert="{expert}",layer="{layer}",model_name="tiny"}} {count}.0'
+            f'jpaged:expert_tokens_total{{engine="0",expert="{expert}",layer="{layer}",model_name="tiny"}} {count}.0'
             for layer, counts in enumerate(stats["expert_tokens"]) if config.sparse_layers[layer]
             for expert, count in enumerate(counts)
         }  # fmt: skip

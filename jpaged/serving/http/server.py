@@ -114,7 +114,7 @@ class ServerLifecycle:
         await serving
         for beat in beats:
             beat.cancel()
-        is_stuck = state.stall and options.core == "thread"
+        is_stuck = state.stall and options.core != "process"
         if is_stuck or not start.done():  # Neither can be stopped, and nothing depends on it.
             self._remove_socket()
             logging.shutdown()
@@ -165,7 +165,7 @@ class ServerLifecycle:
     def _fatal_stall(self) -> str:
         """Return what hangs in this process if that is to end the server; empty else."""
         options, stall = self.state.options, self.state.stall
-        if not stall or options.core != "thread" or options.watchdog != "exit":
+        if not stall or options.core == "process" or options.watchdog != "exit":
             return ""
         logger.critical("the server ends, since %s", stall)
         return stall

@@ -166,7 +166,8 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """Return "ok" where requests are taken, else "starting", "sleeping", "stalled", "stopping" or "failed"."""
+        """Return "ok" where requests are taken, else "starting", "restarting", "sleeping", "stalled", "stopping" or
+        "failed"."""
         if self.fault is not None:
             return "failed"
         if self.is_stopping:
@@ -177,11 +178,16 @@ class ServerState:
             return "starting"
         core = self._client.status()
         if not core.is_alive:
-            return "failed"
+            return "restarting" if any(one.status == "starting" for one in self._client.states()) else "failed"
         return "sleeping" if core.is_sleeping else "ok"
 
     def health(self) -> dict[str, Any]:
-        """Return what /health tells: the status, and how far the start is, or what is compiled behind it."""
+        """Return what /health tells: the status, how far the start is or what is compiled behind it, and each core."""
+        cores = [] if self._client is None else self._client.states()
+        return {**self._progress(), **({"cores": [one._asdict() for one in cores]} if cores else {})}
+
+    def _progress(self) -> dict[str, Any]:
+        """Return the status, and how far the start is, or what is compiled behind it."""
         status = self.status
         if status == "starting":
             return {"status": status, **self._phase.fields}
@@ -202,7 +208,7 @@ class ServerState:
         options = self.options.watch
         if self._client is not None:
             self.stall = self._client.watch(options)
-        elif self.options.core == "thread":  # A client watches the start of its process.
+        elif self.options.core != "process":  # A client watches the start of its process.
             self.stall = self._start_watchdog.look(self._phase, options.start_s, "the start of the engine")
 
     @property
@@ -217,8 +223,8 @@ class ServerState:
 
     async def metrics_text(self) -> bytes:
         """Return what /metrics tells."""
-        snapshot = None if self._client is None else await self._client.snapshot()
-        return await asyncio.to_thread(self.metrics.text, snapshot)
+        snapshots = {} if self._client is None else await self._client.snapshots()
+        return await asyncio.to_thread(self.metrics.text, snapshots)
 
     async def beat(self) -> None:
         """Wake the streams that have been silent for the limit `silence_s`, again and again until it is cancelled."""

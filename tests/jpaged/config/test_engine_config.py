@@ -54,7 +54,7 @@ RANGES = {
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
     "tensor_parallel_size": ([None, 1, MAX_DEVICES], [0, -1, 2**31 - 1, 5.0]),
-    "data_parallel_size": ([1, np.int64(1)], [0, 2, None, True, "1"]),
+    "data_parallel_size": ([1, np.int64(1), 2], [0, -1, None, True, "1", 2.0]),
     "pipeline_parallel_size": ([1], [0, 2, None, True]),
     "enable_expert_parallel": BOOLEAN,
     "count_expert_tokens": BOOLEAN,

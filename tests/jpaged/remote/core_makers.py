@@ -131,3 +131,21 @@ def holds_the_lock_in_steps(config: EngineConfig, progress: Any) -> Any:
 
     engine.loop.advance = holding_advance  # type: ignore[method-assign]
     return engine
+
+
+def starts_once(config: EngineConfig, progress: Any, *, folder: str) -> Any:
+    """Return an engine the first time, and refuse to make another one."""
+    from jpaged.engine import Engine
+
+    if (Path(folder) / "started").exists():
+        raise ConfigError("model: got one that is gone", param="model")
+    (Path(folder) / "started").touch()
+    return Engine.from_engine_args(config, progress=progress)
+
+
+def starts_once_then_sleeps(config: EngineConfig, progress: Any, *, folder: str) -> Any:
+    """Return an engine the first time; a second one never comes."""
+    if (Path(folder) / "started").exists():
+        (Path(folder) / "sleeps").touch()
+        time.sleep(600)
+    return starts_once(config, progress, folder=folder)

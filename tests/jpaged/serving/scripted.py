@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from jpaged import Engine
 from jpaged.async_engine import AsyncEngine
 from jpaged.config.engine_config import EngineConfig
-from jpaged.remote.process_client import ProcessClient
+from jpaged.remote.core_group import CoreGroup
 from jpaged.request import Request
 from jpaged.serving.http.app import make_app
 from jpaged.serving.http.http_protocol import uvicorn_config
@@ -186,9 +186,9 @@ def saved_scripts_server(directory: Path, scripts: SavedScripts, *, core: str = 
     maker = f"{__name__}:{scripted_core.__name__}"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[3])  # Where core processes find the tests.
-        client = ProcessClient(config, maker=maker, options={"scripts": str(scripts.path)})
+        client = CoreGroup(config, maker=maker, options={"scripts": str(scripts.path)})
     served = ServeOptions(disable_log_requests=True)
-    with _serving(AsyncEngine.from_process(config, client), served) as url:
+    with _serving(AsyncEngine.from_processes(config, client), served) as url:
         yield url
 
 

@@ -62,14 +62,14 @@ class Served:
             return read_all(connection)
 
     def metrics(self) -> dict[str, float]:
-        """Return the samples of /metrics by name, without the label of the model."""
+        """Return the samples of /metrics by name, without the label of the model, those of all cores added up."""
         _, _, text = self.request("/metrics")
-        samples = {}
+        samples: dict[str, float] = {}
         for line in text.decode().splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                name = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
-                samples[name] = float(value)
+                name = re.sub(r',?(model_name|engine)="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
+                samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
     def is_idle(self) -> bool:

@@ -61,7 +61,7 @@ def test_the_rest_of_compiling_is_told_without_what_is_held_for_requests(monkeyp
     state = ServerState(ServeOptions(), ("tiny",), served_limits({}), "0")
     unused: Any = None
     state._started = StartedEngine(unused, unused, unused, "tiny")
-    client: Any = SimpleNamespace(status=lambda: status_of(plan))
+    client: Any = SimpleNamespace(status=lambda: status_of(plan), states=list)
     state._client = client
     plan.pauses.begin_requests()
     plan.start_behind("abcd")

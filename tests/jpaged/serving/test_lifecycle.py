@@ -258,6 +258,21 @@ BAD_STARTS: dict[str, tuple[list[Any], str]] = {
     "a template that is not there": (["--chat-template", "/none"], "chat_template:"),
     "what is not available": (["--lora-modules", "x"], "--lora-modules: not available in this version"),
     "a format of calls that none has": (["--tool-call-parser", "x"], "unknown format, as --tool-call-parser takes it"),
+    "cores in threads": (
+        ["--data-parallel-size", "2", "--core", "thread"],
+        "core: got 'thread', allowed: process with",
+    ),
+    "no core": (["--data-parallel-size", "0"], "data_parallel_size: got 0, allowed: an integer"),
+    "more cores than processors": (
+        ["--data-parallel-size", "9999", "--core", "process"],
+        "data_parallel_size: got 9999",
+    ),
+    "restarts of a thread": (["--core-restarts", "1", "--core", "thread"], "core_restarts: got 1, allowed: 0"),
+    "vLLM's number of fronts": (
+        ["--api-server-count", "2"],
+        "(got '2'); give --core process, and --data-parallel-size",
+    ),
+    "vLLM's local cores": (["--data-parallel-size-local", "2"], "(got '2'); give --data-parallel-size, the cores on"),
     "a root path without a slash": (["--root-path", "llm"], "root_path: got 'llm'"),
 }
 
@@ -268,7 +283,8 @@ def test_a_bad_start_is_one_line_and_status_1(tiny: str, flags: list[Any], messa
 
     model = [] if "--model" in flags else [tiny]
     port = [] if "--port" in flags else ["--port", "0"]
-    assert main([*model, *port, *CORE_FLAGS, *map(str, flags)]) == 1
+    core = [] if "--core" in flags else CORE_FLAGS
+    assert main([*model, *port, *core, *map(str, flags)]) == 1
     lines = capfd.readouterr().err.splitlines()
     if CORE == "process":  # There the model is opened once the server listens.
         lines = [line for line in lines if not line.startswith("listening at ")]

@@ -69,7 +69,7 @@ def test_all_names_are_there_with_no_label_of_a_client(served: Served):
     for name in NAMES:
         assert f"jpaged:{name}" in found, name
     labels = {label for family in found.values() for sample in family.samples for label in sample.labels}
-    assert labels == {"model_name", "finished_reason", "le", "block_size", "num_gpu_blocks"}
+    assert labels == {"model_name", "engine", "finished_reason", "le", "block_size", "num_gpu_blocks"}
     values = {value for family in found.values() for sample in family.samples for value in sample.labels.values()}
     assert "mallory" not in values
 
@@ -87,7 +87,7 @@ def test_a_trace_tells_the_kind_of_an_error_and_its_field():
 def test_the_pool_is_told_as_labels(served: Served):
     (sample,) = families(served)["jpaged:cache_config_info"].samples
     sizes = {"block_size": str(SIZES["block_size"]), "num_gpu_blocks": str(SIZES["num_blocks"] - 1)}
-    assert (sample.value, sample.labels) == (1, {"model_name": "tiny", **sizes})
+    assert (sample.value, sample.labels) == (1, {"model_name": "tiny", "engine": "0", **sizes})
 
 
 def test_counts_agree_with_what_was_sent(served: Served):
