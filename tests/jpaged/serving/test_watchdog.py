@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import FLAGS
-from .served import Served, read_all, serving, wait_until
-from .test_core_process import core_of
+from .served import Served, computing_pid, read_all, serving, wait_until
 from .test_lifecycle import body, send
 
 FLAGS_SOON = [*FLAGS, "--watchdog-timeout", 3, "--warmup", "off"]
@@ -37,7 +36,7 @@ def is_stalled(server: Served) -> bool:
 
 def test_a_core_process_that_is_stopped_is_told_and_goes_on(tiny: str, log: Path):
     with serving(tiny, *FLAGS_SOON, "--core", "process", log=log) as server:
-        core = core_of(server)
+        core = computing_pid(server)
         os.kill(core, signal.SIGSTOP)
         wait_until(lambda: is_stalled(server), 20)
         status, headers, found = server.request("/v1/completions", body())
@@ -59,7 +58,7 @@ def test_a_step_that_hangs_ends_its_streams_and_the_server(
     hold = tmp_path / "hold"
     with serving(tiny, *flags, log=log, python=("-c", HANGS, str(hold))) as server:
         server.request("/v1/completions", body(max_tokens=2))
-        child = core_of(server) if core == "process" else None
+        child = computing_pid(server) if core == "process" else None
         connections = [send(server, body(stream=True)) for _ in range(2)]
         if child is None:
             hold.touch()
