@@ -52,8 +52,10 @@ slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore
 serving_process() { # All tests of servers once more, with the core in a process.
   JPAGED_TEST_CORE=process python -m pytest -m "slow or not slow" tests/jpaged/serving
 }
-soak() { # Ten minutes with a fault every ten seconds, for each client.
-  python scripts/soak.py --minutes 10 --faults --core thread && python scripts/soak.py --minutes 10 --faults --core process
+soak() { # Ten minutes with a fault every ten seconds, for each client, and for two core processes.
+  python scripts/soak.py --minutes 10 --faults --core thread &&
+    python scripts/soak.py --minutes 10 --faults --core process &&
+    python scripts/soak.py --minutes 10 --faults --core process --replicas 2
 }
 live() { python scripts/live_weights.py && python scripts/array_costs.py; }
 examples() { # Beside the libraries that they are for, which need environments of their own.

@@ -9,7 +9,8 @@ while their response comes, a tenth soon after they have sent their request, som
 failed, and /metrics shows as many requests and tokens as clients have read; greedy texts are what they are alone;
 pages, queues, open files and threads are as before; memory has not grown, and nothing was compiled anew.
 
-With `--faults` a group of clients misbehaves every ten seconds, in another way each time.
+With `--faults` a group of clients misbehaves every ten seconds, in another way each time. A core process is killed in
+turn with them: the requests that it had must be told so.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import socket
 import statistics
 import struct
@@ -33,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.jpaged.serving.served import Served, computing_pid, serving, wait_until
+from tests.jpaged.serving.served import Served, core_pids, serving, wait_until
 from tests.jpaged.tiny_model import write_tiny_model
 
 NUM_CLIENTS = 24
@@ -50,6 +53,10 @@ FAULT_S = 10.0
 """Seconds between two faults, by default."""
 NUM_FAULTY = 16
 """Clients that have a fault at the same time."""
+MAX_RESTARTS = 1000
+"""Core processes that may be started again, for each place."""
+RETRY_S = 1.0
+"""Seconds that a client waits after it was told that the server cannot serve now."""
 STOPPED_S = 5.0
 """Seconds for which a reader that stops reads nothing."""
 FLAGS = (
@@ -134,11 +141,18 @@ async def send(port: int, route: str, body: dict[str, Any], fate: str, rng: rand
         writer.close()
 
 
+def is_unavailable(response: bytes) -> bool:
+    """Return whether a response tells that the server cannot serve now, by its status or by an event of its stream."""
+    return b'"type":"ServiceUnavailableError"' in response and b"[DONE]" not in response
+
+
 class Soak:
     """The clients, and what they have seen."""
 
     def __init__(self, server: Served, seed: int):
         self.server, self.rng = server, random.Random(seed)
+        self.loses_cores = False
+        """Core processes are killed: requests may end by an error that tells so, and counts of theirs are lost."""
         self.counts: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         """Tokens of prompts and outputs, by the usage of the complete responses."""
@@ -164,7 +178,8 @@ class Soak:
         """Note the server's memory every few seconds, for ever."""
         while True:
             await asyncio.sleep(WATCH_S)
-            self.memory_mb.append(((time.monotonic() - start) / 60, server_state(self.server)["rss_mb"]))
+            state = process_state(self.server.process.pid) if self.loses_cores else server_state(self.server)
+            self.memory_mb.append(((time.monotonic() - start) / 60, state["rss_mb"]))
 
     def growth_mb_per_min(self) -> float:
         """Return the slope of the memory over the second half of the run, by least squares; 0 for a short run."""
@@ -182,13 +197,17 @@ class Soak:
                 self.failures.append(f"{type(error).__name__}: {body}")
                 continue
             self._note(route, body, fate, response)
+            if self.loses_cores and is_unavailable(response):
+                await asyncio.sleep(RETRY_S)
 
     def _note(self, route: str, body: dict[str, Any], fate: str, response: bytes) -> None:
         """Note what a client has read; the response to one that reads to the end must be complete."""
         complete = text_and_usage(response, is_stream=body["stream"])
         if complete is None:
             self.counts["begun"] += b"data: " in response  # Without any event it may have left before it was queued.
-            if fate in ("reads", "slow"):
+            if self.loses_cores and is_unavailable(response):
+                self.counts["lost"] += 1
+            elif fate in ("reads", "slow"):
                 self.failures.append(f"{response[:300]!r} for {body}")
             return
         text, usage = complete
@@ -223,9 +242,13 @@ class Faults:
             "killed clients": self._killed, "stopped readers": self._stopped, "aborted uploads": self._aborted,
             "broken bodies": self._broken,
         }  # fmt: skip
-        for name in itertools.cycle(kinds):
+        names = [*kinds, "killed cores"] if self.soak.loses_cores else list(kinds)
+        for name in itertools.cycle(names):
             await asyncio.sleep(self.every_s)
-            await asyncio.gather(*(kinds[name]() for _ in range(NUM_FAULTY)))
+            if name in kinds:
+                await asyncio.gather(*(kinds[name]() for _ in range(NUM_FAULTY)))
+            elif pids := core_pids(self.soak.server):
+                os.kill(self.rng.choice(pids), signal.SIGKILL)
             self.counts[name] += 1
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -276,8 +299,8 @@ class Faults:
 
 
 def server_state(server: Served) -> dict[str, float]:
-    """Return the memory, the threads and the open files of a server and of its core, which may be another process."""
-    states = [process_state(pid) for pid in {server.process.pid, computing_pid(server)}]
+    """Return the memory, the threads and the open files of a server and of its core processes."""
+    states = [process_state(pid) for pid in (server.process.pid, *core_pids(server))]
     return {name: sum(state[name] for state in states) for name in states[0]}
 
 
@@ -302,6 +325,8 @@ def metrics_faults(soak: Soak, metrics: dict[str, float]) -> list[str]:
     """
     ended, counts = ended_by_reason(metrics), soak.counts
     num_complete, num_early = counts["complete"] + 1, counts["aborts"] + counts["leaves"]
+    if soak.loses_cores:  # What they have counted is lost with them.
+        return [f"{ended['error']} requests have failed"] if ended["error"] else []
     faults = [] if not ended["error"] else [f"{ended['error']} requests have failed"]
     for name, value, low, high in (
         ("requests", sum(ended.values()), num_complete + counts["begun"], sum(counts[fate] for fate in FATES) + 1),
@@ -318,6 +343,7 @@ def metrics_faults(soak: Soak, metrics: dict[str, float]) -> list[str]:
 
 def check(server: Served, soak: Soak, before: dict[str, float], minutes: float) -> dict[str, Any]:
     """Return figures and, under `wrong`, every promise that does not hold."""
+    wait_until(lambda: server.request("/health")[0] == 200, 120, "the server does not serve")
     wait_until(server.is_idle, 30, "requests or pages are left")
     wait_until(lambda: server_state(server)["files"] <= before["files"], 30, "files are left open")
     after, metrics = server_state(server), server.metrics()
@@ -346,6 +372,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warmup", default="full", help="when the server compiles its programs")
+    parser.add_argument("--replicas", type=int, default=1, help="how many core processes serve the model")
     parser.add_argument("--core", choices=("thread", "process"), default="thread", help="where the server computes")
     parser.add_argument(
         "--faults", type=float, nargs="?", const=FAULT_S, metavar="S", help="have a fault every S seconds"
@@ -354,17 +381,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tiny_model(folder / "tiny")
-        flags = (*FLAGS, "--warmup", args.warmup, "--core", args.core)
+        flags = [*FLAGS, "--warmup", args.warmup, "--core", args.core]
+        flags += ["--data-parallel-size", args.replicas] if args.replicas > 1 else []
+        flags += ["--core-restarts", MAX_RESTARTS] if args.core == "process" and args.faults else []
         with serving(folder / "tiny", *flags, log=folder / "log") as server:
             server.request("/v1/completions", {"prompt": "warm", "max_tokens": 2})
             before = server_state(server)
             soak = Soak(server, args.seed)
+            soak.loses_cores = args.core == "process" and bool(args.faults)
             faults = Faults(soak, args.faults, args.seed) if args.faults else None
             asyncio.run(soak.run(60 * args.minutes, faults))
             found = check(server, soak, before, args.minutes)
             found["faults"] = {} if faults is None else faults.counts
         lines = (folder / "log").read_text().splitlines()
-        found["wrong"] += [line for line in lines if " ERROR " in line or " CRITICAL " in line][:5]
+        found["wrong"] += [line for line in lines if re.search(" (ERROR|CRITICAL) (?!engine .* SIGKILL)", line)][:5]
     print(json.dumps(found, indent=1))
     return 1 if found["wrong"] else 0
 

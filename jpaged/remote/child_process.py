@@ -135,8 +135,9 @@ class ChildProcess:
             )
             self._is_started.set()
             assert self._process.stdin is not None
-            _write_line(self._process.stdin, msgspec.json.encode(self._spec))
-            self._process.wait()
+            with self._process.stdin as stdin:
+                _write_line(stdin, msgspec.json.encode(self._spec))
+                self._process.wait()
         except OSError as problem:
             self._problem = str(problem)
         finally:

@@ -100,8 +100,6 @@ class CoreGroup(CoreClient):
         self._is_paused = False
         self._sleep: tuple[int, str] | None = None
         """Level and mode in which the cores sleep."""
-        self._former: list[ProcessClient] = []
-        """The clients of processes that have ended."""
         self._core_of: dict[str, _Core] = {}
         """The core of each unfinished request, by the request's id."""
         self._shares = machine_shares(config)
@@ -182,18 +180,17 @@ class CoreGroup(CoreClient):
         return False
 
     def _replace(self, core: _Core, client: ProcessClient) -> None:
-        """Let a new process take the place of one that has ended."""
+        """Let a new process take the place of one that has ended; close what is left of that."""
         with self._lock:
-            self._former.append(client if self._is_stopping.is_set() else core.client)
-            if self._is_stopping.is_set():
-                return
-            self._placement.forget(core.index)
-            if self._is_paused:
-                client.pause()
-            if self._sleep is not None:
-                client.send_call("sleep", *self._sleep)
-            core.client = client
-        logger.warning("engine %d serves again", core.index)
+            if not self._is_stopping.is_set():
+                self._placement.forget(core.index)
+                if self._is_paused:
+                    client.pause()
+                if self._sleep is not None:
+                    client.send_call("sleep", *self._sleep)
+                client, core.client = core.client, client
+                logger.warning("engine %d serves again", core.index)
+        client.shutdown()
 
     # Calls of one core
 
@@ -346,8 +343,6 @@ class CoreGroup(CoreClient):
             core.client.shutdown()
         for keeper in self._keepers:
             keeper.join()
-        for client in self._former:
-            client.shutdown()
 
 
 def core_config(config: EngineConfig) -> EngineConfig:

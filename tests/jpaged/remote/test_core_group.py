@@ -171,6 +171,7 @@ def test_a_killed_core_ends_its_streams_alone_and_is_started_again(
         group.pause()
         messages = [builder.build("", "Hi", LONG, number=0)]
         streams = [await group.submit(messages, takes_deltas=False) for _ in range(4)]
+        num_files = len(os.listdir("/dev/fd"))
         lost = client_of(streams[0])
         assert lost.pid is not None
         os.kill(lost.pid, signal.SIGKILL)
@@ -185,6 +186,7 @@ def test_a_killed_core_ends_its_streams_alone_and_is_started_again(
         assert client_of(more) is not lost
         await until_true(lambda: group.states()[0].status == "ok")
         assert (await group.snapshots())[0].stats["generation_tokens"] == 0
+        await until_true(lambda: len(os.listdir("/dev/fd")) <= num_files)  # Those of the lost one are closed.
         later = await group.submit(messages, takes_deltas=False)
         assert client_of(later) not in (lost, client_of(more)), "it has nothing to do"
         ids = [one for stream in (*streams, more, later) for one in stream.request_ids]

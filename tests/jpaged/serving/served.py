@@ -79,17 +79,23 @@ class Served:
         return not any(found[f"jpaged:{name}"] for name in names)
 
 
-def computing_pid(server: Served) -> int:
-    """Return the id of the process that computes steps: that of the core, if it has one of its own."""
+def core_pids(server: Served) -> list[int]:
+    """Return the ids of the core processes, the oldest first."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            fields = path.read_text().rpartition(")")[2].split()
             is_core = b"core_process" in (path.parent / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == server.process.pid and is_core:
-            return int(path.parent.name)
-    return server.process.pid
+        if int(fields[1]) == server.process.pid and is_core and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def computing_pid(server: Served) -> int:
+    """Return the id of the process that computes steps: that of the first core, if it has one of its own."""
+    return [*core_pids(server), server.process.pid][0]
 
 
 def read_all(connection: socket.socket) -> bytes:

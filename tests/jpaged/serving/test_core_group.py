@@ -4,14 +4,13 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import FLAGS
-from .served import Served, read_all, serving, wait_until
+from .served import Served, core_pids, read_all, serving, wait_until
 from .test_lifecycle import body, send
 
 REPLICAS = [*FLAGS, "--data-parallel-size", 2, "--core-restarts", 1]
@@ -22,20 +21,6 @@ def group(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     """Give a server of two cores, each of which can be started again once; the last test ends it."""
     with serving(tiny, *REPLICAS, log=tmp_path_factory.mktemp("group") / "log") as server:
         yield server
-
-
-def cores_of(server: Served) -> list[int]:
-    """Return the ids of the core processes, the oldest first."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            is_core = b"core_process" in (path.parent / "cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == server.process.pid and is_core and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return sorted(found)
 
 
 def statuses(server: Served) -> list[str]:
@@ -87,7 +72,7 @@ def kill_under_streams(server: Served, core: int) -> list[bytes]:
 
 
 def test_cores_that_die_are_started_again_until_none_is_left(group: Served):
-    first, second = cores_of(group)
+    first, second = core_pids(group)
     group.request("/v1/completions", body(max_tokens=2))
     streams = kill_under_streams(group, second)
     assert sum(b"[DONE]" in stream for stream in streams) == 2
@@ -96,7 +81,7 @@ def test_cores_that_die_are_started_again_until_none_is_left(group: Served):
     assert (status, health["status"], statuses(group)[0]) == (200, "ok", "ok")
     assert group.request("/v1/completions", body(max_tokens=2))[0] == 200, "the other one serves"
     wait_until(lambda: statuses(group) == ["ok", "ok"], 60)
-    (third,) = set(cores_of(group)).difference((first, second))
+    (third,) = set(core_pids(group)).difference((first, second))
     kill_under_streams(group, third)
     wait_until(lambda: statuses(group) == ["ok", "failed"], 20)
     assert group.request("/health")[0] == 200
@@ -109,7 +94,7 @@ def test_cores_that_die_are_started_again_until_none_is_left(group: Served):
     assert (status, headers["retry-after"]) == (503, "10")
     wait_until(lambda: group.request("/health")[0] == 200, 60)
     assert group.request("/v1/completions", body(max_tokens=2))[0] == 200
-    (last,) = cores_of(group)
+    (last,) = core_pids(group)
     os.kill(last, signal.SIGTERM)  # Service managers send it to all processes: it means nothing to a core.
     os.kill(last, signal.SIGKILL)
     assert group.process.wait(10) == 1
@@ -117,4 +102,4 @@ def test_cores_that_die_are_started_again_until_none_is_left(group: Served):
     text = group.log.read_text()
     assert text.splitlines()[-1] == f"error: engine 0: {killed}; engine 1: {killed}"
     assert "Traceback" not in text
-    assert cores_of(group) == []
+    assert core_pids(group) == []
