@@ -28,13 +28,10 @@ from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing.sizes import Demand
 from .step.jax_settings import refuse_traced
-from .text.answers.bound_format import bind_format
-from .text.answers.formats import AnswerFormat
 from .text.answers.whole_answer import Answer
 from .text.chat.tools import tools_of
 from .text.grammar.grammar import Matcher
 from .text.parsed_outputs import OutputParser
-from .text.prompt_params import tokenizer_for
 from .text.prompts import ChatOptions
 
 if TYPE_CHECKING:
@@ -292,11 +289,7 @@ class Engine(ResearchCalls):
 
     def output_parser(self) -> OutputParser:
         """Return what reads the outputs of this model; raise InvalidRequestError without a tokenizer."""
-        encoder = self.builder.encoder
-        tokenizer = tokenizer_for(self.tokenizer, "output", "an output", "none")
-        return OutputParser(
-            tokenizer, encoder.answer_format or bind_format(AnswerFormat(), tokenizer), encoder.template
-        )
+        return self.builder.output_parser()
 
     def beam_search(
         self,

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,17 @@ from .template_file import read_template
 if TYPE_CHECKING:
     from ..config.engine_config import EngineConfig
     from ..engine import Engine
+    from ..remote.message_run import MessageRun
+    from ..sampling.sampling_params import SampleMode
     from ..startup.open_model import ModelHandle
+    from ..startup.sizing.sizes import Demand
 
 HEAD_JOBS = 1000
 """Jobs that are read before the engine is started; they decide its sizes and which programs it compiles first."""
 MAX_WAIT_S = 1.0
 """Seconds after a pipe's first job in which the start waits for further lines, to size the engine by them too."""
+CORE_RESTARTS = 10
+"""How often each core process is started again in a run. A line that ends cores ends three of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +66,8 @@ def _run(argv: list[str]) -> int:
     config = engine_config(args)
     flags, beams = sampling_flags(args), beam_flags(args)
     _check_flags(args, flags, beams)
+    if config.data_parallel_size > 1:
+        _check_machine(config)
     prompts = read_prompts(args)
     prompt_file = None if args.prompt_file is None else stat_of(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
@@ -209,15 +216,25 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
     )
 
 
-def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool) -> Engine:
-    """Start an engine with the pages that these jobs need; it compiles the programs that they need first.
+def _check_machine(config: EngineConfig) -> None:
+    """Raise ConfigError if several cores have no devices here, or the package that they need is missing."""
+    from ..async_engine import check_core
+    from ..remote.machine_share import machine_shares
 
-    If the jobs are not the whole input (`is_whole` false), the engine is sized as if HEAD_JOBS came: these jobs,
+    check_core("process", config.data_parallel_size)
+    machine_shares(config)
+
+
+def _start_engine(
+    config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool
+) -> Engine | MessageRun:
+    """Start an engine, or core processes, with the pages that these jobs need; they compile what these need first.
+
+    If the jobs are not the whole input (`is_whole` false), an engine is sized as if HEAD_JOBS came: these jobs,
     repeated in order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the
-    number of samples. Progress goes to stderr; the caller closes the engine.
+    number of samples. Progress goes to stderr; the caller closes what is returned.
     """
     with garbage_uncollected():
-        from ..engine import Engine
         from ..sampling.sampling_params import sample_mode
         from ..startup.sizing.sizes import Demand
 
@@ -229,6 +246,27 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         demands = list(islice(cycle(demands), HEAD_JOBS))
     modes = {sample_mode(job.params) for job in jobs}
     with closing(ProgressReport()) as progress:
+        if config.data_parallel_size > 1:
+            return _start_cores(config, demands, modes, progress)
+        from ..engine import Engine
+
         return Engine.from_engine_args(
             config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=True
         )
+
+
+def _start_cores(
+    config: EngineConfig, demands: Sequence[Demand], modes: Collection[SampleMode], progress: ProgressReport
+) -> MessageRun:
+    """Start core processes for these demands, each of which may get all of them."""
+    from ..remote.core_client import GivenNames
+    from ..remote.core_group import CoreGroup
+    from ..remote.message_run import MessageRun
+
+    options = {
+        "demands": [astuple(demand) for demand in demands],
+        "modes": [mode.value for mode in modes],
+        "keeps_programs": True,
+    }
+    group = CoreGroup(config, num_restarts=CORE_RESTARTS, options=options, progress=progress, names=GivenNames())
+    return MessageRun(group)

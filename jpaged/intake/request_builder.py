@@ -17,7 +17,10 @@ from ..request import CacheKey, Request
 from ..sampling.sampling_params import SamplingParams
 from ..step.step_sizes import StepSizes
 from ..text.answers.answer_spec import spec_of_tools
-from ..text.prompt_params import CheckedParams, check_num_samples
+from ..text.answers.bound_format import bind_format
+from ..text.answers.formats import AnswerFormat
+from ..text.parsed_outputs import OutputParser
+from ..text.prompt_params import CheckedParams, check_num_samples, tokenizer_for
 from ..text.prompts import EncodedPrompt, PromptEncoder, check_priority
 from .limit_checks import check_limits
 
@@ -42,6 +45,12 @@ class RequestBuilder:
     def default_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
+
+    def output_parser(self) -> OutputParser:
+        """Return what reads the outputs of this model; raise InvalidRequestError without a tokenizer."""
+        tokenizer = tokenizer_for(self.encoder.tokenizer, "output", "an output", "none")
+        answer_format = self.encoder.answer_format or bind_format(AnswerFormat(), tokenizer)
+        return OutputParser(tokenizer, answer_format, self.encoder.template)
 
     def take_numbers(self, count: int) -> int:
         """Count so many requests, and return the number of the first of them. Any thread may call."""

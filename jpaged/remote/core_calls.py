@@ -11,13 +11,14 @@ from ..core.core_thread import CoreThread, Deliver
 from ..core.request_counts import RequestCounter
 from ..core.stat_loggers import StatLogger, StatLoggers
 from ..messages import NewRequest
+from ..outputs import EngineSummary
 from ..text.grammar.grammar import Matcher
 from .core_client import CoreSnapshot, CoreStatus
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-BETWEEN_STEPS = ("abort", "fork", "reset_prefix_cache", "stats")
+BETWEEN_STEPS = ("abort", "fork", "reset_prefix_cache", "stats", "summary")
 """Calls for `CoreThread.call`. The others are for any other thread: they wait for a step themselves, or for none."""
 CALLS = (*BETWEEN_STEPS, "sleep", "wake_up", "snapshot", "start_profile", "stop_profile")
 """The names of all."""
@@ -89,6 +90,9 @@ class CoreCalls:
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def summary(self) -> EngineSummary:
+        return self.engine.summary()
 
     # On other threads
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ..core.request_counts import RequestCounts
 from ..messages import NewRequest
-from ..outputs import StepOutputs
+from ..outputs import EngineSummary, StepOutputs
 
 COMPILING_FACTOR = 10
 """How many times as long as a step a compilation may take."""
@@ -197,6 +197,10 @@ class CoreClient(ABC):
     @abstractmethod
     async def stats(self) -> dict[str, Any]:
         """Return the counters of `Engine.stats`, taken between two steps."""
+
+    @abstractmethod
+    async def summary(self) -> EngineSummary:
+        """Return what the engine is and has done, taken between two steps; see `Engine.summary`."""
 
     @abstractmethod
     async def start_profile(self, folder: str) -> bool:

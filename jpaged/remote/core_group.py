@@ -22,6 +22,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import EngineStoppedError, QueueFullError
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest
+from ..outputs import EngineSummary
 from .core_client import (
     CoreClient,
     CoreSnapshot,
@@ -33,7 +34,7 @@ from .core_client import (
     WatchOptions,
 )
 from .machine_share import machine_shares
-from .merged import merged_snapshot, merged_stats, merged_status
+from .merged import merged_snapshot, merged_stats, merged_status, merged_summary
 from .placement import Placement, RequestTokens
 from .process_client import ENGINE_MAKER, ProcessClient, ReportProgress
 
@@ -127,6 +128,11 @@ class CoreGroup(CoreClient):
         ]
         for keeper in self._keepers:
             keeper.start()
+
+    @property
+    def num_cores(self) -> int:
+        """Return how many core processes there are, those included that are being started again or are lost."""
+        return len(self._cores)
 
     def builder(self) -> RequestBuilder:
         """Return a builder as the engines have it."""
@@ -286,6 +292,9 @@ class CoreGroup(CoreClient):
 
     async def stats(self) -> dict[str, Any]:
         return merged_stats(list((await self._on_all(lambda core: core.client.stats())).values()))
+
+    async def summary(self) -> EngineSummary:
+        return merged_summary(list((await self._on_all(lambda core: core.client.summary())).values()))
 
     async def snapshot(self) -> CoreSnapshot:
         return merged_snapshot(list((await self.snapshots()).values()))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ..core.request_counts import Histogram, RequestCounts
+from ..outputs import EngineSummary
 from .core_client import CoreSnapshot, CoreStatus
 
 LARGEST = ("compile_seconds", "end_tokens")
@@ -51,6 +54,19 @@ def merged_stats(all_stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         num_padded = merged["padded_tokens"]
         merged["padding_share"] = 1 - merged["step_tokens"] / num_padded if num_padded else 0.0
     return merged
+
+
+def merged_summary(summaries: Sequence[EngineSummary]) -> EngineSummary:
+    """Return what all engines are, which are alike, and what they have done together."""
+    first, num_engines = summaries[0], len(summaries)
+    return msgspec.structs.replace(
+        first,
+        device=first.device if num_engines == 1 else f"{num_engines} × {first.device}",
+        memory=first.memory if num_engines == 1 else f"for each engine {first.memory}",
+        load_s=max(one.load_s for one in summaries),
+        num_host_blocks=sum(one.num_host_blocks for one in summaries),
+        stats=merged_stats([one.stats for one in summaries]),
+    )
 
 
 def _merged_counts(counts: Sequence[RequestCounts]) -> RequestCounts:

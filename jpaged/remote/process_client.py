@@ -30,6 +30,7 @@ from ..errors import ConfigError, EngineStoppedError, InvalidRequestError, Jpage
 from ..intake.builder_setup import BuilderSetup, builder_of
 from ..intake.request_builder import RequestBuilder
 from ..messages import NewRequest
+from ..outputs import EngineSummary
 from .child_process import ChildProcess
 from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, StreamOwner, WatchOptions
 from .failures import error_of
@@ -291,6 +292,9 @@ class ProcessClient(CoreClient, StreamOwner):
 
     async def stats(self) -> dict[str, Any]:
         return codec.decode(await self._call("stats"), dict[str, Any])
+
+    async def summary(self) -> EngineSummary:
+        return codec.decode(await self._call("summary"), EngineSummary)
 
     async def start_profile(self, folder: str) -> bool:
         return codec.decode(await self._call("start_profile", folder), bool)

@@ -12,6 +12,7 @@ from ..core.core_thread import Delivery, ResultCallback
 from ..core.stat_loggers import StatLogger
 from ..errors import EngineStoppedError
 from ..messages import NewRequest
+from ..outputs import EngineSummary
 from ..text.grammar.grammar import Matcher
 from .core_calls import CoreCalls
 from .core_client import CoreClient, CoreSnapshot, CoreStatus, OutputStream, RequestNames, StreamOwner, WatchOptions
@@ -73,6 +74,9 @@ class ThreadClient(CoreClient, StreamOwner):
 
     async def stats(self) -> dict[str, Any]:
         return await self._between_steps(self._calls.stats)
+
+    async def summary(self) -> EngineSummary:
+        return await self._between_steps(self._calls.summary)
 
     async def sleep(self, level: int, mode: str) -> None:
         await asyncio.to_thread(self._calls.sleep, level, mode)

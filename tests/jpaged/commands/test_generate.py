@@ -21,7 +21,7 @@ from jpaged.config.engine_config import EngineConfig
 from jpaged.startup.open_model import open_model
 
 from ..tiny_model import SIZE_FLAGS, tensors, write_tiny_model
-from .command_line import BAD_LINE, NUM_LINES, ROOT, Run, generate, records
+from .command_line import BAD_LINE, NUM_LINES, ROOT, Run, generate, records, without_metrics
 
 pytestmark = pytest.mark.usefixtures("shared_executables", "few_buckets")
 QUESTION = "What is the capital of France?"
@@ -308,3 +308,21 @@ def test_bad_flags_end_the_start_in_one_line(fault: str, tiny: str, tmp_path: Pa
     model = [] if "-m" in flags else ["-m", tiny]
     target = [] if {"-o", "--resume", "--logprobs"} & set(flags) else ["-o", str(output)]
     assert_bad_start(generate(*model, *target, *flags), words, output)
+
+
+def test_two_cores_write_the_file_of_one_engine(tiny: str, prompt_file: Path, unbroken: Path, tmp_path: Path) -> None:
+    path, cores = tmp_path / "out.jsonl", ("--data-parallel-size", 2)
+    run = generate("-m", tiny, *SIZE_FLAGS, *cores, "--prompt-file", prompt_file, "-o", path)
+    assert run.returncode == 3, run.stderr
+    assert without_metrics(path) == without_metrics(unbroken)
+    assert re.search(r"^device: 2 × ", run.stderr, re.MULTILINE)
+    assert "recompiles 0" in run.stderr
+    resumed = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path, "--resume")
+    assert f"resume: {NUM_LINES - 1} of {NUM_LINES} are there already" in resumed.stderr, "also without them"
+
+
+def test_more_cores_than_processors_end_the_start_in_one_line(tiny: str) -> None:
+    run = generate("-m", tiny, "--data-parallel-size", 9999, "Hi")
+    assert run.returncode == 1
+    allowed = r"at most \d+: \d+ processors are there"
+    assert re.fullmatch(rf"error: data_parallel_size: got 9999, allowed: {allowed}\n", run.stderr)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -149,3 +150,20 @@ def starts_once_then_sleeps(config: EngineConfig, progress: Any, *, folder: str)
         (Path(folder) / "sleeps").touch()
         time.sleep(600)
     return starts_once(config, progress, folder=folder)
+
+
+def dies_of(config: EngineConfig, progress: Any, *, ids: list[str], folder: str) -> Any:
+    """Return an engine whose process is killed in a step with one of these requests; each time a file is written."""
+    from jpaged.engine import Engine
+
+    engine = Engine.from_engine_args(config, progress=progress)
+    advance = engine.loop.advance
+
+    def fatal_advance() -> None:
+        if deadly := engine.loop.requests.keys() & ids:
+            (Path(folder) / f"{min(deadly)} {os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        advance()
+
+    engine.loop.advance = fatal_advance  # type: ignore[method-assign]
+    return engine
