@@ -188,15 +188,19 @@ class CoreGroup(CoreClient):
     def _replace(self, core: _Core, client: ProcessClient) -> None:
         """Let a new process take the place of one that has ended; close what is left of that."""
         with self._lock:
-            if not self._is_stopping.is_set():
+            former, is_wanted = core.client, not self._is_stopping.is_set()
+            if is_wanted:
                 self._placement.forget(core.index)
                 if self._is_paused:
                     client.pause()
                 if self._sleep is not None:
                     client.send_call("sleep", *self._sleep)
-                client, core.client = core.client, client
-                logger.warning("engine %d serves again", core.index)
-        client.shutdown()
+                core.client = client
+        if is_wanted:
+            former.close()
+            logger.warning("engine %d serves again", core.index)
+        else:
+            client.shutdown()
 
     # Calls of one core
 

@@ -1,9 +1,10 @@
-"""Which of several cores computes a request: the one with the least to do for it and before it.
+"""Which of several cores computes a request: the one with the least to do for it and beside it.
 
-    tokens of its prompts whose pages were not sent there + tokens of all unfinished requests there
+    tokens of its prompts that are not cached there + the same of all unfinished requests there, and one for each sample
 
-A core's prefix cache is followed from here, by the hashes of the pages of prompts that were sent to it. Knows no
-process.
+A core's prefix cache is followed from here, by the hashes of the pages of prompts that were sent to it. A sample counts
+as the one token that a step computes for it: otherwise requests whose prompts are cached would cost nothing, and all go
+to one core. Knows no process.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from ..kv_cache.prefix_hash import extend_hashes
 from ..messages import NewRequest
 from ..request import CacheKey
 
-EXPECTED_OUTPUT_TOKENS = 256
-"""Output tokens that a sample is expected to have at most: its limit is often that of the context."""
-
 
 class RequestTokens(NamedTuple):
     """What a placement needs of the requests of one stream, which go to the same core."""
@@ -26,8 +24,7 @@ class RequestTokens(NamedTuple):
     prompts: tuple[tuple[bytes, ...], ...]
     """For each prompt the hashes of its full pages."""
     num_prompt_tokens: int
-    num_output_tokens: int
-    """Tokens that they are expected to get."""
+    num_samples: int
 
 
 class Placement:
@@ -43,21 +40,20 @@ class Placement:
         return RequestTokens(
             prompts=tuple(self._hashes_of(one) for one in messages),
             num_prompt_tokens=sum(one.num_prompt_tokens for one in messages),
-            num_output_tokens=sum(one.params.n * min(one.max_tokens, EXPECTED_OUTPUT_TOKENS) for one in messages),
+            num_samples=sum(one.params.n for one in messages),
         )
 
     def ranked(self, tokens: RequestTokens, cores: Collection[int]) -> list[int]:
         """Return these cores, the best one for some requests first."""
 
         def cost(core: int) -> int:
-            num_cached = sum(map(self._cores[core].num_cached, tokens.prompts)) * self._page_size
-            return tokens.num_prompt_tokens - num_cached + self._cores[core].num_unfinished_tokens
+            return self._num_uncached(tokens, core) + self._cores[core].num_unfinished_tokens
 
         return sorted(cores, key=lambda core: (cost(core), core))
 
     def place(self, tokens: RequestTokens, core: int) -> Callable[[], None]:
         """Note that a core gets some requests; return what is called once they are over. Further calls do nothing."""
-        placed, num_tokens = self._cores[core], tokens.num_prompt_tokens + tokens.num_output_tokens
+        placed, num_tokens = self._cores[core], self._num_uncached(tokens, core) + tokens.num_samples
         for hashes in tokens.prompts:
             placed.note_cached(hashes, self._num_pages)
         placed.num_unfinished_tokens += num_tokens
@@ -81,8 +77,13 @@ class Placement:
             core.forget_prefixes()
 
     def num_unfinished_tokens(self, core: int) -> int:
-        """Return the tokens of all unfinished requests that a core has."""
+        """Return what a core has to do: see above."""
         return self._cores[core].num_unfinished_tokens
+
+    def _num_uncached(self, tokens: RequestTokens, core: int) -> int:
+        """Return the prompt tokens of requests that a core has not cached."""
+        num_cached_pages = sum(map(self._cores[core].num_cached, tokens.prompts))
+        return tokens.num_prompt_tokens - num_cached_pages * self._page_size
 
     def _hashes_of(self, message: NewRequest) -> tuple[bytes, ...]:
         if not self._num_pages:

@@ -308,6 +308,20 @@ class ProcessClient(CoreClient, StreamOwner):
             self._is_stopping, self._end = True, "the engine was shut down"
             self._send(Stop())
 
+    def close(self) -> None:
+        """Close what is left of a process that has ended. Any thread may call: the event loop does it, if it has one.
+
+        The loop need not run now: streams that wait are its own.
+        """
+        loop = self._loop
+        try:
+            if loop is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._finish)
+                return
+        except RuntimeError:  # It was closed in this moment.
+            pass
+        self._finish()
+
     def shutdown(self) -> None:
         self.stop()
         self._child.wait()

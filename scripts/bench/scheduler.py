@@ -58,10 +58,11 @@ from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.sharding import device_mesh
 from jpaged.startup.open_model import open_model
 from jpaged.step.compile_plan import CompilePlan
-from jpaged.step.program_keys import ALLOCATE_KEY, layout_key
+from jpaged.step.program_keys import ALLOCATE_KEY, TABLES_KEY, layout_key
 from jpaged.step.runner import Runner
 from jpaged.step.step import DeviceState
 from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_layout import CHANGE_FIELDS
 from jpaged.step.step_sizes import StepSizes
 from jpaged.text.output_processor import OutputProcessor
 from jpaged.text.tokenizing.detokenizer import Detokenizer
@@ -109,6 +110,9 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN_TOKEN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
         return kept, drawn
 
+    def update_tables(tables: Any, changes: Any) -> Any:
+        return tables
+
     def lower(run: Any, *shapes: Any) -> Any:
         return lambda: jax.jit(run, donate_argnums=1, keep_unused=True).lower(*shapes)
 
@@ -118,7 +122,11 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     leaves, logits_leaves = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
     state, rules = jax.eval_shape(allocate)
     _, columns = jax.eval_shape(forward, leaves, state, None)
-    programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
+    changes = jnp.zeros((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
+    programs: dict[Any, Any] = {
+        ALLOCATE_KEY: lambda: jax.jit(allocate).lower(),
+        TABLES_KEY: lambda: jax.jit(update_tables, keep_unused=True).lower(state.page_tables, changes),
+    }
     for step_layout in builder.layouts.values():
         programs[layout_key(step_layout)] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
     for mode in buckets.modes:

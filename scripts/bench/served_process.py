@@ -118,9 +118,19 @@ class _PacedOutputs:
 
 
 def make_paced(
-    config: EngineConfig, progress: Any, *, step_ms: float, context: int, max_num_seqs: int, ends_file: str
+    config: EngineConfig,
+    progress: Any,
+    *,
+    step_ms: float,
+    context: int,
+    max_num_seqs: int,
+    ends_file: str,
+    cached_pages: int,
 ) -> Engine:
-    """Return an engine whose device computes nothing: what a core process calls, too."""
+    """Return an engine whose device computes nothing: what a core process calls, too.
+
+    It has a prefix cache and `cached_pages` more pages, if that is not 0.
+    """
     engine = Engine(
         load_format="dummy",
         hf_overrides={"num_hidden_layers": 1, "max_position_embeddings": context},
@@ -129,15 +139,15 @@ def make_paced(
         max_model_len=context,
         num_decode_steps=1,
         block_size=16,
-        num_blocks=1 + max(max_num_seqs * CONTEXT, context) // 16,
+        num_blocks=1 + max(max_num_seqs * CONTEXT, context) // 16 + cached_pages,
         limits=config.limits,
-        enable_prefix_caching=False,
+        enable_prefix_caching=cached_pages > 0,
     )
     engine.core.runner = PacedRunner(engine, step_ms / 1e3, ends_file)  # type: ignore[assignment]
     return engine
 
 
-def serve(port_file: str, core: str, template: str, paced: str) -> int:
+def serve(port_file: str, core: str, num_cores: str, template: str, paced: str) -> int:
     """Run the server. `template` may be empty: the model's. `paced` is JSON, the options of `make_paced`."""
     from jpaged.async_engine import AsyncEngine
     from jpaged.serving.http.server import run_server
@@ -147,7 +157,7 @@ def serve(port_file: str, core: str, template: str, paced: str) -> int:
     from jpaged.serving.protocols.request_parser import RequestParser
 
     options = ServeOptions(port=0, disable_log_requests=True, shutdown_timeout=0.0, core=core)
-    config = EngineConfig(limits=served_limits({}))
+    config = EngineConfig(limits=served_limits({}), data_parallel_size=int(num_cores))
     listeners = bind(options)
     state = ServerState(options, ("bench",), config.limits, __version__)
 
@@ -222,15 +232,26 @@ def cpu_s(pid: int) -> np.ndarray:
 
 
 class Server:
-    """The server's process, and that of its core if that is another one."""
+    """The server's process, and those of its cores if they are others."""
 
     def __init__(
-        self, folder: Path, step_ms: float, context: int, template: str = "", *, core: str = "thread", rows: int = 64
+        self,
+        folder: Path,
+        step_ms: float,
+        context: int,
+        template: str = "",
+        *,
+        core: str = "thread",
+        num_cores: int = 1,
+        rows: int = 64,
+        cached_pages: int = 0,
     ):
-        """`rows` is the number of sequences that a step computes at most."""
+        """`rows` is the number of sequences that a step of a core computes at most. See `make_paced`."""
         port, self._ends = folder / "port", folder / "ends"
         paced = {"step_ms": step_ms, "context": context, "max_num_seqs": rows, "ends_file": str(self._ends)}
-        self.process = subprocess.Popen([sys.executable, __file__, port, core, template, json.dumps(paced)])
+        paced["cached_pages"] = cached_pages
+        command = [sys.executable, __file__, port, core, str(num_cores), template, json.dumps(paced)]
+        self.process = subprocess.Popen(command)
         atexit.register(self.process.kill)
         while not port.exists() or not port.read_text():
             time.sleep(0.05)

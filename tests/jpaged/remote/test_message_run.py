@@ -103,6 +103,24 @@ def test_requests_of_a_killed_core_are_computed_again(run: MessageRun, alone: En
     assert [timeless(found[index]) for index in range(60)] == expected
 
 
+def test_text_is_shown_once_if_its_core_is_killed(run: MessageRun, alone: Engine):
+    long = SamplingParams(max_tokens=110, temperature=1, ignore_eos=True)
+    message = alone.builder.build("0", "Once", long, number=0)
+    shown: list[SampleDelta] = []
+    killed: list[int] = []
+
+    def show(deltas: list[SampleDelta]) -> None:
+        if not shown:
+            killed.append(run._group._core_of["0"].client.pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+        shown.extend(deltas)
+
+    (last,) = run.run_messages([message], stream=show)
+    (expected,) = alone.run_messages([message])
+    assert len(killed) == 1
+    assert "".join(delta.text for delta in shown) == last.output.outputs[0].text == expected.output.outputs[0].text
+
+
 @pytest.mark.slow
 def test_a_request_that_ends_cores_gets_an_error_and_no_other_does(
     tiny: str, alone: Engine, expected: list[Any], tmp_path: Path

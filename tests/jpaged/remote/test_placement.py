@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from jpaged.messages import NewRequest
-from jpaged.remote.placement import EXPECTED_OUTPUT_TOKENS, Placement
+from jpaged.remote.placement import Placement
 from jpaged.sampling.sampling_params import BeamSearchParams, SamplingParams
 
 PAGE = 16
@@ -45,20 +45,20 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
-def test_a_request_goes_where_its_prefix_is_until_more_than_the_rest_of_it_waits_there():
+def test_a_request_goes_where_its_prefix_is_until_more_than_that_saves_waits_there():
     found, first = placement(), prompt(1, 160)
     core, end = place(found, request(first))
     end()
     assert core == 0
-    place(found, request(prompt(2, 100)))  # To core 0 too: neither has anything of it, or to do.
+    found.place(found.tokens_of([request(prompt(2, 150))]), 0)
+    assert found.num_unfinished_tokens(0) == 151
     core, end = place(found, request([*first, 1, 2, 3]))
-    assert core == 0, "3 + 110 tokens are less than 163"
+    assert core == 0, "3 + 151 tokens are less than 163"
+    assert found.num_unfinished_tokens(0) == 151 + 3 + 1, "what is cached is not computed"
     end()
-    place(found, request(prompt(3, 30)))
-    assert found.num_unfinished_tokens(1) == 40
-    tokens = found.tokens_of([request(prompt(4, 120))])
-    found.place(tokens, 0)
-    assert place(found, request([*first, 1, 2, 3]))[0] == 1, "3 + 110 + 130 tokens are more than 163 + 40"
+    found.place(found.tokens_of([request(prompt(3, 8))]), 0)
+    assert place(found, request([*first, 1, 2, 3]))[0] == 0, "3 + 160 tokens are as many as 163"
+    assert place(found, request([*first, 1, 2, 3]))[0] == 1, "now there are four more"
 
 
 def test_equal_prompts_spread_and_equal_requests_go_to_each_core_in_turn():
@@ -70,16 +70,13 @@ def test_equal_prompts_spread_and_equal_requests_go_to_each_core_in_turn():
 
 def test_requests_count_until_they_are_over_and_once():
     found = placement()
-    message = request(prompt(1, 100), max_tokens=20, n=3)
-    _, end = place(found, message, message)
-    assert found.num_unfinished_tokens(0) == 2 * (100 + 3 * 20)
+    messages = [request(prompt(seed, 100), n=3) for seed in (1, 2)]
+    beams = msgspec.structs.replace(messages[0], params=BeamSearchParams(max_tokens=20, beam_width=4))
+    _, end = place(found, *messages, beams)
+    assert found.num_unfinished_tokens(0) == 3 * 100 + 3 + 3 + 4
     end()
     end()
     assert found.num_unfinished_tokens(0) == 0
-    place(found, request(prompt(1, 100), max_tokens=10**6))
-    assert found.num_unfinished_tokens(0) == 100 + EXPECTED_OUTPUT_TOKENS
-    beams = msgspec.structs.replace(message, params=BeamSearchParams(max_tokens=20, beam_width=4))
-    assert found.tokens_of([beams]).num_output_tokens == 4 * 20
 
 
 def test_another_salt_is_another_prefix():
@@ -122,7 +119,7 @@ def test_a_new_core_has_nothing_and_the_end_of_its_predecessors_requests_changes
     assert found.num_unfinished_tokens(core) == 0
     place(found, request(prompt(2, 50)))
     end()
-    assert found.num_unfinished_tokens(core) == 60
+    assert found.num_unfinished_tokens(core) == 51
     assert found.ranked(found.tokens_of([request(prompt(1, 160))]), [1]) == [1], "only these cores"
 
 
@@ -169,5 +166,5 @@ def test_conversations_find_their_prefix_again_and_load_all_cores(seed: int):
     alone, both = Chats(1, seed), Chats(2, seed)
     alone.run()
     both.run()
-    assert both.num_hits / both.num_queries >= 0.93 * alone.num_hits / alone.num_queries
-    assert max(both.computed) <= 1.25 * min(both.computed)
+    assert both.num_hits / both.num_queries >= 0.98 * alone.num_hits / alone.num_queries
+    assert max(both.computed) <= 1.1 * min(both.computed)
