@@ -44,16 +44,23 @@ def start_process(tiny: str) -> Iterator[StartProcess]:
 
 
 @pytest.fixture(scope="module", params=["thread", "process"])
-def client(
+def shared_client(
     request: pytest.FixtureRequest, tiny: str, start_process: StartProcess, shared_executables: None
 ) -> Iterator[CoreClient]:
-    """Give a client of each kind, which tests leave awake and idle."""
+    """Give a client of each kind for all tests of a module."""
     if request.param == "process":
         yield start_process()
         return
     client = ThreadClient(Engine(tiny, **OPTIONS), counts_requests=True)
     yield client
     client.shutdown()
+
+
+@pytest.fixture
+def client(shared_client: CoreClient) -> Iterator[CoreClient]:
+    """Give a client of each kind, which tests leave awake and idle; one that fails may leave it paused."""
+    yield shared_client
+    shared_client.resume()
 
 
 @pytest.fixture(scope="module")
