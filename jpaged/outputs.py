@@ -197,6 +197,20 @@ class EngineSummary(msgspec.Struct, frozen=True, kw_only=True):
     """As `Engine.stats` returns them."""
 
 
+class ClusterSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of a run on a cluster were, and what they have done, for the owner of the run."""
+
+    num_workers: int
+    resources: dict[str, float]
+    """What the cluster reserved for each."""
+    nodes: list[str]
+    """The machines that results came from."""
+    start_s: float
+    """Seconds until the first worker took requests."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     """Return the output of a request that failed before it was queued, or whose own output could not be made.
 

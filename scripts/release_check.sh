@@ -83,9 +83,14 @@ page() { # The server's page, in Chromium; where it is missing, .ci/run skips th
   command -v chromedriver >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver curl; } || return 1
   python -m pytest tests/jpaged/serving/test_page.py
 }
+ray() { # Runs on a cluster, and the example of Ray Serve: CI has no Ray, whose wheels are 200 MB.
+  local venv=$logs/ray
+  python -m venv "$venv" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[dev,ray]" || return 1
+  "$venv/bin/python" -m pytest -m "slow or not slow" tests/jpaged/cluster -rs
+}
 clients() { python scripts/serve_clients.py && python scripts/tool_turns.py; } # Their environments, of 9 GB, stay in the user's cache folder.
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow serving_process soak live examples torch readme page clients}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps quick slow serving_process soak live examples torch readme page ray clients}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

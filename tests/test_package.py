@@ -37,6 +37,7 @@ LAYERS = {
         ("",),
         ("llm",),
         ("serving",),
+        ("cluster",),
         ("async_engine",),
         ("remote",),
         ("research",),
@@ -233,6 +234,22 @@ def test_the_front_half_loads_no_jax(part: str) -> None:
     assert run(f"import sys, {modules}; print('jax' in sys.modules)") == "False"
 
 
+def test_no_room_but_the_cluster_imports_ray() -> None:
+    packages = {"ray", "pyarrow", "grpc"}
+    using = {module for module in MODULES if packages & {name.partition(".")[0] for name in imports(MODULES[module])}}
+    assert using
+    assert all(module.startswith("jpaged.cluster.") for module in using)
+
+
+def test_a_command_without_its_flag_loads_no_module_of_the_cluster() -> None:
+    code = (
+        "import sys, jpaged.commands.cli, jpaged.commands.generate as generate\n"
+        "assert generate.main(['--max-tokens', '0', 'x']) == 1\n"
+        "print([name for name in sys.modules if name.partition('.')[0] == 'ray' or 'cluster' in name.split('.')])"
+    )
+    assert run(code) == "[]"
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -296,13 +313,15 @@ def test_only_dates_come_from_the_clock_that_may_jump() -> None:
 def test_base_dependencies_are_all_that_the_package_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # Extras that the package imports where they are needed.
-    extras = [name for extra in ("structured", "serve", "otel") for name in project["optional-dependencies"][extra]]
+    extras = [
+        name for extra in ("structured", "serve", "otel", "ray") for name in project["optional-dependencies"][extra]
+    ]
     requirements = [*project["dependencies"], *extras]
-    declared = {name.split(">")[0].lower().replace("-", "_") for name in requirements}
+    declared = {re.split("[>[]", name)[0].lower().replace("-", "_") for name in requirements}
     used = {name.split(".")[0] for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in imports(path)}
     foreign = {name for name in used if name not in sys.stdlib_module_names and name != "jpaged"}
-    # A namespace that several packages share, and a module of another name than its package.
-    packages = {"opentelemetry": "opentelemetry_sdk", "zmq": "pyzmq"}
+    # A namespace that several packages share, and modules of other names than their packages.
+    packages = {"opentelemetry": "opentelemetry_sdk", "zmq": "pyzmq", "grpc": "grpcio"}
     foreign = {packages.get(name, name) for name in foreign}
     # safetensors and the others import under the names they are installed by.
     assert {name.lower() for name in foreign} <= declared

@@ -93,6 +93,11 @@ def generate_parser() -> FlagParser:
     help = "a text of this grammar, Lark or GBNF: a file, or the grammar itself"
     structure.add_argument("--grammar", metavar="F", action=_Once, help=help)
     add_engine_flags(parser.add_argument_group("engine"))
+    cluster = parser.add_argument_group("cluster", "run on Ray; --data-parallel-size is the number of workers then")
+    help = "auto (the cluster of RAY_ADDRESS or of this machine), local (one for this run) or HOST:PORT"
+    cluster.add_argument("--ray", metavar="ADDRESS", action=_Once, help=help)
+    help = 'what Ray reserves for a worker, such as {"GPU": 1}; default: the devices of one engine, else a whole node'
+    cluster.add_argument("--ray-resources", metavar="JSON", type=_json_object, action=_Once, help=help)
     return parser
 
 
@@ -313,8 +318,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets.
         value = None
     if not isinstance(value, dict):
-        example = """a JSON object such as {"rope_theta": 1e6}"""
-        raise argparse.ArgumentTypeError(f"got {shown(text)}, allowed: {example}")
+        raise argparse.ArgumentTypeError(f'got {shown(text)}, allowed: a JSON object such as {{"NAME": 1}}')
     return value
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -35,12 +35,15 @@ from .summary import SamplingSummary
 from .template_file import read_template
 
 if TYPE_CHECKING:
+    from ..cluster.ray_options import RayOptions
     from ..config.engine_config import EngineConfig
     from ..engine import Engine
     from ..remote.message_run import MessageRun
     from ..sampling.sampling_params import SampleMode
     from ..startup.open_model import ModelHandle
     from ..startup.sizing.sizes import Demand
+    from ..text.prompts import PromptEncoder
+    from .files.run import MessageEngine
 
 HEAD_JOBS = 1000
 """Jobs that are read before the engine is started; they decide its sizes and which programs it compiles first."""
@@ -66,7 +69,8 @@ def _run(argv: list[str]) -> int:
     config = engine_config(args)
     flags, beams = sampling_flags(args), beam_flags(args)
     _check_flags(args, flags, beams)
-    if config.data_parallel_size > 1:
+    cluster = _ray_options(args, config)
+    if config.data_parallel_size > 1 and cluster is None:
         _check_machine(config)
     prompts = read_prompts(args)
     prompt_file = None if args.prompt_file is None else stat_of(args.prompt_file)
@@ -85,15 +89,22 @@ def _run(argv: list[str]) -> int:
         reader = replace(reader, finished=finished)
         printer = Printer(is_json=args.json) if args.json or results is None else None
         run = GenerateRun(results, printer, finished, options)
-        jobs = run.jobs(reader.argument_jobs(prompts) if lines is None else reader.file_jobs(lines))
-        head, is_whole = _read_head(jobs, lines)
+        items = reader.argument_jobs(prompts) if lines is None else reader.file_jobs(lines)
+        jobs = run.jobs(items, are_read_first=cluster is not None)
+        head, is_whole = _read_head(jobs, lines) if cluster is None else (_read_all(jobs), True)
         if not run.num_lines:
             raise ConfigError(f"--prompt-file: {args.prompt_file} holds no prompt; give at least one line")
         if printer is not None and is_whole and run.num_lines == 1:
             params = head[0].params if head else None
-            printer.expect_no_more(has_one_sample=isinstance(params, SamplingParams) and params.n == 1)
+            has_one_sample = isinstance(params, SamplingParams) and params.n == 1
+            printer.expect_no_more(is_streamed=has_one_sample and cluster is None)
         if head:
-            with _start_engine(config, handle, head, is_whole=is_whole) as engine:
+            starting: AbstractContextManager[MessageEngine]
+            if cluster is None:
+                starting = _start_engine(config, handle, head, is_whole=is_whole)
+            else:
+                starting = _join_cluster(cluster, config, handle, reader.encoder, head)
+            with starting as engine:
                 compute_and_summarize(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()
@@ -117,6 +128,24 @@ def _check_flags(args: argparse.Namespace, flags: Mapping[str, Any], beams: Mapp
             raise ConfigError(f"--{name.replace('_', '-')}: is not shown in plain text; add --json or --output F")
     if sys.stdout is None and (args.json or args.output is None):
         raise refusal("stdout", "a closed one", "an open one", "give --output F instead", error=ConfigError)
+
+
+def _ray_options(args: argparse.Namespace, config: EngineConfig) -> RayOptions | None:
+    """Return where the run goes, None without `--ray`. Raise ConfigError for wrong flags, or if no cluster answers."""
+    if args.ray is None:
+        if args.ray_resources is not None:
+            raise ConfigError("--ray-resources: has no effect without --ray; add that or leave it out")
+        return None
+    if config.count_expert_tokens:
+        raise ConfigError("--count-expert-tokens: has no effect with --ray; leave one of them out")
+    from ..cluster.ray_options import ray_options
+
+    return ray_options(args.ray, getattr(args, "data_parallel_size", None), args.ray_resources)
+
+
+def _read_all(jobs: Iterator[Job | None]) -> deque[Job]:
+    """Return all jobs of the input, after waiting for a pipe's end."""
+    return deque(job for job in jobs if job is not None)
 
 
 def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[deque[Job], bool]:
@@ -225,14 +254,44 @@ def _check_machine(config: EngineConfig) -> None:
     machine_shares(config)
 
 
+@contextmanager
+def _join_cluster(
+    options: RayOptions, config: EngineConfig, handle: ModelHandle, encoder: PromptEncoder, jobs: Sequence[Job]
+) -> Iterator[MessageEngine]:
+    """Join a cluster of Ray during a `with`, with what computes these jobs, all of the run, on its workers."""
+    from ..cluster.driver import cluster_engine
+
+    first = list(islice(jobs, HEAD_JOBS))
+    core_options = _core_options(*_needs(first, is_whole=len(first) == len(jobs)))
+    num_samples = max(job.params.n for job in jobs)
+    with cluster_engine(options, config, handle, encoder, core_options, num_samples=num_samples) as engine:
+        yield engine
+
+
 def _start_engine(
     config: EngineConfig, handle: ModelHandle, jobs: Collection[Job], *, is_whole: bool
 ) -> Engine | MessageRun:
     """Start an engine, or core processes, with the pages that these jobs need; they compile what these need first.
 
-    If the jobs are not the whole input (`is_whole` false), an engine is sized as if HEAD_JOBS came: these jobs,
-    repeated in order. A demand is the prompt's tokens, the most output tokens (None: up to the context length) and the
-    number of samples. Progress goes to stderr; the caller closes what is returned.
+    Progress goes to stderr; the caller closes what is returned. See `_needs` for `is_whole`.
+    """
+    demands, modes = _needs(jobs, is_whole=is_whole)
+    with closing(ProgressReport()) as progress:
+        if config.data_parallel_size > 1:
+            return _start_cores(config, demands, modes, progress)
+        with garbage_uncollected():
+            from ..engine import Engine
+
+        return Engine.from_engine_args(
+            config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=True
+        )
+
+
+def _needs(jobs: Collection[Job], *, is_whole: bool) -> tuple[list[Demand], set[SampleMode]]:
+    """Return what an engine needs for these jobs: pages and programs of each, and the ways in which they sample.
+
+    If the jobs are not the whole input (`is_whole` false), it is as if HEAD_JOBS came: these jobs, repeated in order. A
+    demand is the prompt's tokens, the most output tokens (None: up to the context length) and the number of samples.
     """
     with garbage_uncollected():
         from ..sampling.sampling_params import sample_mode
@@ -244,15 +303,7 @@ def _start_engine(
     ]
     if not is_whole:
         demands = list(islice(cycle(demands), HEAD_JOBS))
-    modes = {sample_mode(job.params) for job in jobs}
-    with closing(ProgressReport()) as progress:
-        if config.data_parallel_size > 1:
-            return _start_cores(config, demands, modes, progress)
-        from ..engine import Engine
-
-        return Engine.from_engine_args(
-            config, handle, demands=demands, modes=modes, progress=progress, keeps_programs=True
-        )
+    return demands, {sample_mode(job.params) for job in jobs}
 
 
 def _start_cores(
@@ -263,10 +314,15 @@ def _start_cores(
     from ..remote.core_group import CoreGroup
     from ..remote.message_run import MessageRun
 
-    options = {
+    options = _core_options(demands, modes)
+    group = CoreGroup(config, num_restarts=CORE_RESTARTS, options=options, progress=progress, names=GivenNames())
+    return MessageRun(group)
+
+
+def _core_options(demands: Sequence[Demand], modes: Collection[SampleMode]) -> dict[str, Any]:
+    """Return what makes the engine of a core process for these demands: the options of `make_engine`."""
+    return {
         "demands": [astuple(demand) for demand in demands],
         "modes": [mode.value for mode in modes],
         "keeps_programs": True,
     }
-    group = CoreGroup(config, num_restarts=CORE_RESTARTS, options=options, progress=progress, names=GivenNames())
-    return MessageRun(group)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..outputs import ClusterSummary, EngineSummary
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from .flags import SAMPLING_DEFAULTS
-
-if TYPE_CHECKING:
-    from ..outputs import EngineSummary
 
 SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """Sampling parameters that the summary always shows; it shows the others if they differ from the default."""
@@ -68,15 +66,44 @@ class SamplingSummary:
         return " · ".join(shown)
 
 
-def summary(engine: EngineSummary, sampling: SamplingSummary, elapsed_s: float, first_token_s: float) -> Iterator[str]:
-    """Yield the lines of the summary, after a blank one: device, memory, sampling, start times, throughput and pages.
+def summary(
+    ran: EngineSummary | ClusterSummary, sampling: SamplingSummary, elapsed_s: float, first_token_s: float
+) -> Iterator[str]:
+    """Yield the lines of the summary of what has computed a run, after a blank one.
 
     `elapsed_s` is the time of the run without compilation, `first_token_s` the time from the start of the process to
-    the first token. Items that do not apply, such as swapped bytes when nothing was swapped, are left out. Example of a
-    line: "start: load 2.1 s · compile 8.0 s · first token 12.3 s after process start".
+    the first token.
+    """
+    yield ""
+    if isinstance(ran, ClusterSummary):
+        yield from _cluster_lines(ran, sampling, elapsed_s, first_token_s)
+    else:
+        yield from _engine_lines(ran, sampling, elapsed_s, first_token_s)
+
+
+def _cluster_lines(
+    cluster: ClusterSummary, sampling: SamplingSummary, elapsed_s: float, first_token_s: float
+) -> Iterator[str]:
+    """Yield the lines about workers, sampling, start times and throughput."""
+    resources = ", ".join(f"{name} {amount:g}" for name, amount in cluster.resources.items())
+    yield f"workers: {cluster.num_workers}, each with {resources} · nodes: {', '.join(cluster.nodes) or 'none'}"
+    yield f"sampling: {sampling}"
+    yield f"start: first worker {cluster.start_s:.1f} s · first token {first_token_s:.1f} s after process start"
+    yield (
+        f"throughput: {cluster.num_output_tokens / elapsed_s:.1f} output tokens/s, "
+        f"{cluster.num_prompt_tokens / elapsed_s:.1f} prompt tokens/s over {elapsed_s:.1f} s (start excluded)"
+    )
+
+
+def _engine_lines(
+    engine: EngineSummary, sampling: SamplingSummary, elapsed_s: float, first_token_s: float
+) -> Iterator[str]:
+    """Yield the lines about device, memory, sampling, start times, throughput and pages.
+
+    Items that do not apply, such as swapped bytes when nothing was swapped, are left out. Example of a line:
+    "start: load 2.1 s · compile 8.0 s · first token 12.3 s after process start".
     """
     stats = engine.stats
-    yield ""
     yield f"device: {engine.device} · {engine.dtype}, KV {engine.kv_cache_dtype}"
     if engine.mesh:
         yield f"mesh: {engine.mesh}"

@@ -33,7 +33,7 @@ from .core_client import (
     RequestNames,
     WatchOptions,
 )
-from .machine_share import machine_shares
+from .machine_share import MachineShare, machine_shares
 from .merged import merged_snapshot, merged_stats, merged_status, merged_summary
 from .placement import Placement, RequestTokens
 from .process_client import ENGINE_MAKER, ProcessClient, ReportProgress
@@ -88,11 +88,13 @@ class CoreGroup(CoreClient):
         progress: ReportProgress | None = None,
         watch: WatchOptions = WatchOptions(),  # noqa: B008 (it is frozen)
         names: RequestNames | None = None,
+        shares: Sequence[MachineShare] | None = None,
     ):
         """Start the processes, and wait until all take requests. The arguments are those of `ProcessClient`.
 
-        A core that ends by itself later is started again at most `num_restarts` times. Raise as `ProcessClient` does,
-        and ConfigError if the machine has too few devices.
+        `shares` are the parts of the machine that they have; None: equal ones of the whole. A core that ends by itself
+        later is started again at most `num_restarts` times. Raise as `ProcessClient` does, and ConfigError if the
+        machine has too few devices.
         """
         self._names = names or RequestNames()
         self._is_stopping = threading.Event()
@@ -103,7 +105,7 @@ class CoreGroup(CoreClient):
         """Level and mode in which the cores sleep."""
         self._core_of: dict[str, _Core] = {}
         """The core of each unfinished request, by the request's id."""
-        self._shares = machine_shares(config)
+        self._shares = shares or machine_shares(config)
         self._start_client = partial(
             ProcessClient,
             core_config(config),

@@ -20,7 +20,7 @@ from ... import not_available
 from ...checks import check_name, json_integer, refusal, sent_as, told
 from ...errors import ConfigError, InvalidRequestError
 from ...messages import Params
-from ...sampling.sampling_params import FIELDS, INTEGER_FIELDS, BeamSearchParams, SamplingParams
+from ...sampling.sampling_params import FIELDS, INTEGER_FIELDS, BeamSearchParams, RequestOutputKind, SamplingParams
 from ...text.prompt_params import CheckedParams
 from ...text.prompts import (
     CHAT_OPTIONS,
@@ -230,7 +230,9 @@ class JobReader:
         unknown or has a wrong value, or if a line gives one that a beam search does not use.
         """
         if self.beams is None:
-            return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
+            # Nothing but last outputs is taken of a line.
+            own_kind = {"max_tokens": None, "output_kind": RequestOutputKind.FINAL_ONLY}
+            return SamplingParams(**{**own_kind, **self.defaults, **own_params})
         for name in own_params:
             if name not in BEAM_LINE_FIELDS:
                 check_name(name, FIELDS, "parameter")

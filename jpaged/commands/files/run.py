@@ -26,7 +26,7 @@ from .resume import FinishedRecords
 if TYPE_CHECKING:
     from ...intake.request_builder import RequestBuilder
     from ...messages import NewRequest
-    from ...outputs import EngineSummary, LastOutput, RequestOutput, SampleDelta
+    from ...outputs import ClusterSummary, EngineSummary, LastOutput, RequestOutput, SampleDelta
     from ...text.parsed_outputs import OutputParser
     from ..summary import SamplingSummary
 
@@ -78,7 +78,7 @@ class MessageEngine(Protocol):
     def stats(self) -> dict[str, Any]:
         """Return counters since the start."""
 
-    def summary(self) -> EngineSummary:
+    def summary(self) -> EngineSummary | ClusterSummary:
         """Return what the engine is and has done."""
 
 
@@ -124,12 +124,15 @@ class Run(ABC, Generic[JobT]):
         """Return whether the engine has any unfinished request of this run."""
         return bool(self._open_jobs)
 
-    def jobs(self, items: Iterator[JobT | BadLine | DoneLine | None]) -> Iterator[JobT | None]:
+    def jobs(
+        self, items: Iterator[JobT | BadLine | DoneLine | None], *, are_read_first: bool = False
+    ) -> Iterator[JobT | None]:
         """Yield the jobs among `items`; record a BadLine's error, and take over a DoneLine's earlier result.
 
         A None tells the engine to compute a step before it asks again. It is yielded for a None in `items` (a pipe has
         no line yet), while more than MAX_UNPRINTED results wait to be printed, and after every MAX_IN_A_ROW items in a
-        row that are no jobs. At the end a resumed run says on stderr how many results it took over.
+        row that are no jobs. With `are_read_first` all items are read before the first request runs, so that no result
+        is waited for. At the end a resumed run says on stderr how many results it took over.
         """
         num_in_a_row = 0
         for item in items:
@@ -140,7 +143,7 @@ class Run(ABC, Generic[JobT]):
             if item is None:
                 continue
             # The steps that this asks for finish the earlier requests, and so let the printer go on.
-            while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
+            while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED and not are_read_first:
                 yield None
             self.num_lines += 1
             if self.printer is not None:
@@ -308,13 +311,17 @@ class Printer:
     """Prints results on stdout in the order in which their lines were read."""
 
     def __init__(self, *, is_json: bool):
-        """Print JSON lines if `is_json`, escaped to ASCII unless stdout takes UTF-8; else the texts of the samples."""
+        """Print JSON lines if `is_json`, escaped to ASCII unless stdout takes UTF-8; else the texts of the samples.
+
+        They go to what is stdout now, whatever libraries print on later.
+        """
         self.is_json = is_json
+        self._file = sys.stdout
         self.is_stream = False
         """Whether text is printed token by token, for a single job with one sample."""
         self._has_many = True
         """Whether there may be several jobs, so that each text begins with its job's id."""
-        self._is_ascii = is_json and not _knows_unicode(sys.stdout)
+        self._is_ascii = is_json and not _knows_unicode(self._file)
         self._expected: deque[int] = deque()
         """Numbers of the lines whose results are still to be printed, in order."""
         self._ready: dict[int, dict[str, Any] | Callable[[], bytes]] = {}
@@ -325,10 +332,10 @@ class Printer:
         """Return the number of results that wait until an earlier line has its result."""
         return len(self._ready)
 
-    def expect_no_more(self, *, has_one_sample: bool) -> None:
-        """Record that the input has a single job: its text gets no job id and, if it has one sample, streams."""
+    def expect_no_more(self, *, is_streamed: bool) -> None:
+        """Record that the input has a single job: its text gets no job id and, with `is_streamed`, comes in deltas."""
         self._has_many = False
-        self.is_stream = has_one_sample and not self.is_json
+        self.is_stream = is_streamed and not self.is_json
 
     def expect(self, number: int) -> None:
         """Record that line `number` was read; results are printed in the order of these calls."""
@@ -337,7 +344,7 @@ class Printer:
     def stream(self, deltas: Iterable[SampleDelta]) -> None:
         """Print the new text of the only sample."""
         for delta in deltas:
-            print(delta.text, end="", flush=True)
+            print(delta.text, end="", flush=True, file=self._file)
 
     def give(self, number: int, record: dict[str, Any] | Callable[[], bytes]) -> None:
         """Take the result of line `number`, and print all results that no earlier line holds up any more.
@@ -357,15 +364,16 @@ class Printer:
         """
         record: dict[str, Any] = json.loads(result()) if callable(result) else result
         if self.is_json:
-            print(dump_line(record, is_ascii=self._is_ascii), flush=True)
+            print(dump_line(record, is_ascii=self._is_ascii), flush=True, file=self._file)
         elif self.is_stream:
-            print(end="" if "error" in record else "\n", flush=True)
+            print(end="" if "error" in record else "\n", flush=True, file=self._file)
         else:
             for output in record.get("outputs", ()):
                 # A label has the job's id if there are several jobs, and the sample's index if it has several samples.
                 labels = [(record["id"], self._has_many), (output["index"], len(record["outputs"]) > 1)]
                 label = ".".join(str(name) for name, is_needed in labels if is_needed)
-                print(f"[{label}] {output['text']}" if label else output["text"], flush=True)
+                text = output["text"]
+                print(f"[{label}] {text}" if label else text, flush=True, file=self._file)
 
 
 def _drained(jobs: deque[JobT]) -> Iterator[JobT]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...errors import EngineStoppedError
 from ..progress import say, seconds_since_start
 from ..summary import SamplingSummary, summary
 from .lines import LineSource
@@ -28,7 +29,8 @@ def compute_and_summarize(
 
     `lines` is the input file, None for prompts of the command line. `head` is empty afterwards. The summary's time to
     the first token counts from the start of the process; it is 0 if no token came. Raises OSError if the output cannot
-    be written (a full disk); with an output file its message says how to resume.
+    be written (a full disk), and EngineStoppedError if nothing computes the requests any more; with an output file the
+    message says how to resume.
     """
     try:
         run.start()
@@ -38,11 +40,11 @@ def compute_and_summarize(
         times = run.compute(engine, head, jobs, sampling)
     except BrokenPipeError:  # An OSError too, but of stdout, which has nothing to resume.
         raise
-    except OSError as error:
+    except (OSError, EngineStoppedError) as error:
         if run.results is None:
             raise
         text = f"{error}; {run.results.path} keeps every finished request: go on with --resume"
-        raise OSError(text) from error
+        raise type(error)(text) from error
     started_time = time.monotonic() - seconds_since_start()
     first_token_s = (times.first_token_time or started_time) - started_time
     for line in summary(engine.summary(), sampling, times.elapsed_s, first_token_s):

@@ -7,7 +7,7 @@ from jpaged.commands.files.jobs import JobReader
 from jpaged.commands.flags import SAMPLING_FLAGS, beam_flags, engine_config, parse_generate, sampling_flags
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import RequestOutputKind, SamplingParams
 from jpaged.text.prompts import PromptEncoder
 from jpaged.text.tokenizing.tokenizer import Tokenizer
 
@@ -35,7 +35,8 @@ GIVEN = {
     "ignore_eos": ("--ignore-eos", True),
     "thinking_token_budget": ("--thinking-token-budget 5", 5),
 }
-PLAIN = SamplingParams(max_tokens=None)
+LAST = RequestOutputKind.FINAL_ONLY
+PLAIN = SamplingParams(max_tokens=None, output_kind=LAST)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +66,14 @@ def test_the_examples_hold_every_sampling_flag():
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_flag_sets_its_parameter_and_no_other(encoder, name):
     argv, value = GIVEN[name]
-    assert params_of(encoder, argv) == SamplingParams(**{"max_tokens": None, name: value}) != PLAIN
+    assert params_of(encoder, argv) == SamplingParams(**{"max_tokens": None, "output_kind": LAST, name: value}) != PLAIN
 
 
 def test_all_flags_may_be_given_together(encoder):
     argv = " ".join(flag for flag, _ in GIVEN.values())
-    assert params_of(encoder, argv) == SamplingParams(**{name: value for name, (_, value) in GIVEN.items()})
+    assert params_of(encoder, argv) == SamplingParams(
+        **{name: value for name, (_, value) in GIVEN.items()}, output_kind=LAST
+    )
     assert params_of(encoder, "") == PLAIN
 
 

@@ -18,7 +18,9 @@ from jpaged.messages import NewRequest
 from jpaged.outputs import RequestOutput, SampleDelta
 from jpaged.remote.core_client import GivenNames
 from jpaged.remote.core_group import CoreGroup
-from jpaged.remote.message_run import ENDED_CORES, MessageRun, _NewDeltas
+from jpaged.remote.last_outputs import ENDED_CORES
+from jpaged.remote.message_run import MessageRun
+from jpaged.remote.new_deltas import NewDeltas
 
 from ..tiny_model import SIZES
 from .test_clients import timeless
@@ -147,7 +149,7 @@ def test_a_run_ends_once_no_core_is_left(tiny: str, alone: Engine, tmp_path: Pat
 
 def test_text_that_was_shown_is_not_shown_again():
     shown: list[SampleDelta] = []
-    deltas = _NewDeltas(shown.extend)
+    deltas = NewDeltas(shown.extend)
 
     def take(*texts: str, index: int = 0) -> None:
         deltas.take([SampleDelta("", index, (), text) for text in texts])
