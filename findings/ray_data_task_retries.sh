@@ -59,7 +59,7 @@ if not named:
     threading.Thread(target=end_if_many, daemon=True).start()
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
-    done = ray.data.range(1).map_batches(Work, compute=ray.data.ActorPoolStrategy(size=1), **named)
+    done = ray.data.from_items([1]).map_batches(Work, compute=ray.data.ActorPoolStrategy(size=1), **named)
 rows = done.take_all()
 assert named, "the row was not tried again and again"
 deprecated = [str(one.message) for one in warned if "ray_remote_args" in str(one.message)]

@@ -92,6 +92,7 @@ class RayEngine:
 
     def _results(self, blocks: Sequence[Sequence[NewRequest]], tasks_at_once: int) -> Iterator[ResultBlock]:
         """Yield the result of each block as it comes; none of a block that Ray has dropped."""
+        start = time.monotonic()
         num_workers = min(self._plan.num_workers, len(blocks))
         tasks_at_once = min(tasks_at_once, -(-len(blocks) // num_workers))  # Each worker gets its part.
         data_context = ray.data.DataContext.get_current()
@@ -114,7 +115,6 @@ class RayEngine:
             max_task_retries=MAX_TASK_RETRIES,
             **self._remote_args,
         )
-        start = time.monotonic()
         try:
             for table in results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
                 for data in table.column(COLUMN).to_pylist():

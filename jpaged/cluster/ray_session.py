@@ -52,7 +52,7 @@ def _join(address: str) -> None:
     with TemporaryFile() as said:
         try:
             with _stderr_to(said):
-                ray.init(address=address, logging_level=logging.ERROR, **options)
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **options)
         except (RayError, ConnectionError, RuntimeError, ValueError, SystemExit) as error:
             said.seek(0)
             if isinstance(error, AuthenticationError) or REFUSED_TOKEN in said.read():
