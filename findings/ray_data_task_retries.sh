@@ -49,7 +49,7 @@ def end_if_many():
     os._exit(0)
 
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level=logging.ERROR)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 context = ray.data.DataContext.get_current()
 context.max_errored_blocks = -1
 context.enable_progress_bars = context.print_on_execution_start = False
